@@ -1,0 +1,261 @@
+"""Configuration: dataclass defaults, then YAML (`--config file.yaml`), then `key=value`; the later wins.
+
+Every entry file declares its knobs in one dataclass and documents each by the string under the field:
+
+    @dataclass
+    class EvaluateConfig:
+        run: str = ""
+        \"\"\"TREC run file to score\"\"\"
+
+    if __name__ == "__main__":
+        run(EvaluateConfig, main)
+
+An unknown key is an error that names the nearest right one; a value of the wrong type is an error that names key, value
+and type; nothing is converted behind the user's back except what the YAML of one scalar means (`1e-5` is a float).
+A dataclass inside a dataclass is set by dotted keys (`retriever.k1=0.82`).  Standard library and PyYAML only.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+import signal
+import sys
+import textwrap
+import types
+import typing
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Callable, Literal, Union, get_args, get_origin
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """Bad configuration: the message names the key, the value, the rule and the way out."""
+
+    exit_status = 2
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name → the string literal that stands under the field in the class's source."""
+    docs: dict[str, str] = {}
+    for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for node, after in zip(body, body[1:]):
+            if (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+                    and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)):
+                docs[node.target.id] = " ".join(after.value.value.split())
+    return docs
+
+
+def type_name(tp: Any) -> str:
+    """A type as a person would write it: `int`, `str or null`, `one of strict, paper`."""
+    origin, args = get_origin(tp), get_args(tp)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if a is type(None) else type_name(a) for a in args)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (list, dict):
+        return f"{origin.__name__} of {type_name(args[-1])}" if args else origin.__name__
+    return getattr(tp, "__name__", str(tp))
+
+
+def convert(value: Any, tp: Any, key: str) -> Any:
+    """`value` (as YAML gave it) checked against type `tp`; raises ConfigError naming `key`, value and type."""
+    origin, args = get_origin(tp), get_args(tp)
+    if is_dataclass(tp):
+        if isinstance(value, tp):
+            return value
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}={value!r}: expected a mapping of {tp.__name__} fields")
+        return build(tp, value, prefix=f"{key}.")
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for arg in args:
+            if arg is not type(None):
+                try:
+                    return convert(value, arg, key)
+                except ConfigError:
+                    continue
+    elif origin is Literal:
+        if value in args and not (isinstance(value, bool) and True not in args and False not in args):
+            return value
+    elif origin is list:
+        if isinstance(value, list):
+            return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {str(k): convert(v, args[1], f"{key}.{k}") for k, v in value.items()}
+    elif tp is bool:
+        if isinstance(value, bool):
+            return value
+    elif tp is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+    elif tp is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as a string
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    elif tp is str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):  # a file or run that is named 12
+            return str(value)
+    elif tp is Any:
+        return value
+    raise ConfigError(f"{key}={value!r} is a {type(value).__name__}; it must be {type_name(tp)}")
+
+
+def build(cls: type, values: dict, prefix: str = "") -> Any:
+    """An instance of dataclass `cls` from a (nested) mapping; unknown keys and wrong types raise ConfigError."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in fields(cls) if f.init]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else "known keys: " + ", ".join(prefix + n for n in names)
+            raise ConfigError(f"unknown key {prefix}{key}; {hint}")
+    missing = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING
+               and f.name not in values]
+    if missing:
+        raise ConfigError(f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the --config file")
+    return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
+
+
+def merge(base: dict, update: dict) -> dict:
+    """`update` laid over `base`; mappings merge key by key, everything else is replaced."""
+    out = dict(base)
+    for key, value in update.items():
+        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def read_yaml(path: str) -> dict:
+    """The mapping in a YAML file; a missing file, bad YAML or another top level raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            value = yaml.safe_load(f)
+    except OSError as e:
+        raise ConfigError(f"--config {path}: {e.strerror or e}; give the path of a YAML file") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(e).split())}") from e
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"--config {path}: the top level must be a mapping of keys, not a {type(value).__name__}")
+    return value
+
+
+def load_config(cls: type, argv: list[str] | None = None) -> Any:
+    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of `argv` (default: sys.argv).
+
+    `--help` prints every knob with its meaning and default, and leaves with status 0.
+    Raises ConfigError (exit status 2) for an unknown key, a wrong type or an unreadable file.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    values: dict = {}
+    overrides: dict = {}
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            print(help_text(cls))
+            raise SystemExit(0)
+        if word == "--config" or word.startswith("--config="):
+            if word == "--config" and not words:
+                raise ConfigError("--config needs a YAML file behind it")
+            values = merge(values, read_yaml(word.partition("=")[2] if "=" in word else words.pop(0)))
+            continue
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is neither --config FILE nor key=value; --help lists the keys")
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            value = text
+        if isinstance(value, (str, dict)) and not text.startswith(("{", '"', "'")):
+            value = text  # `a: b` is a text on a command line, never a mapping
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        overrides = merge(overrides, value)
+    return build(cls, merge(values, overrides))
+
+
+def to_dict(cfg: Any) -> dict:
+    """The configuration as plain nested mappings."""
+    return dataclasses.asdict(cfg)
+
+
+def save_config(cfg: Any, path: str) -> None:
+    """Write the resolved configuration as YAML that `--config` reads back to an equal object."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8", newline="\n") as f:
+        yaml.safe_dump(to_dict(cfg), f, sort_keys=False, allow_unicode=True)
+    os.replace(temporary, path)
+
+
+def help_text(cls: type) -> str:
+    """Usage and one line a knob: `key: type = default   meaning`."""
+    first = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n")[0]
+    lines = [first, "", f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]", ""]
+
+    def walk(c: type, prefix: str) -> None:
+        docs, hints = field_docs(c), typing.get_type_hints(c)
+        for f in fields(c):
+            if not f.init:
+                continue
+            tp = hints[f.name]
+            if is_dataclass(tp):
+                lines.append(f"  {prefix}{f.name}.…    {docs.get(f.name, '')}")
+                walk(tp, f"{prefix}{f.name}.")
+                continue
+            default = ("(required)" if f.default is MISSING and f.default_factory is MISSING
+                       else json.dumps(f.default if f.default is not MISSING else f.default_factory(), ensure_ascii=False))
+            lines.append(f"  {prefix}{f.name}: {type_name(tp)} = {default}")
+            lines.extend(textwrap.wrap(docs.get(f.name, ""), 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
+
+    walk(cls, "")
+    return "\n".join(lines)
+
+
+def _on_sigterm(signum: int, frame: Any) -> None:
+    raise SystemExit(128 + signum)
+
+
+def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None) -> None:
+    """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
+
+    0 success; 2 bad input (an exception whose class carries `exit_status = 2`, or a full disk or unreadable file: 1);
+    130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
+    """
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        result = main(load_config(cls, argv))
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        raise SystemExit(130) from None
+    except OSError as e:
+        if e.errno is None:
+            raise
+        print(f"error: {e.filename or ''}: {e.strerror}".replace("error: :", "error:"), file=sys.stderr)
+        raise SystemExit(1) from e
+    except Exception as e:
+        status = getattr(e, "exit_status", None)
+        if status is None:
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        raise SystemExit(status) from e
+    if result is not None:
+        sys.stdout.flush()
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)

@@ -1,0 +1,405 @@
+"""Records on disk, prompts, chat encoding and loss masks.
+
+Files are UTF-8 with LF; readers also take a BOM and CRLF.  Only LF ends a line: U+2028, U+0085 and their like may stand
+inside a JSON string.  A bad line is a DataError that names file, line and reason; nothing is dropped in silence.
+
+Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first, so that an engine
+computes it once for all prompts; the history is numbered question/answer pairs, oldest first, answers included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from typing import Any, Iterable, Iterator
+
+
+class DataError(ValueError):
+    """Bad input data: the message names file, line, value, rule and way out."""
+
+    exit_status = 2
+
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+@dataclass(frozen=True)
+class Passage:
+    """One unit of retrieval."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        """What is indexed: the title, one space, the text; the text alone where there is no title."""
+        return f"{self.title} {self.text}" if self.title else self.text
+
+
+@dataclass
+class Turn:
+    """One question of a conversation, with what was said before it."""
+
+    query_id: str
+    conversation_id: str
+    turn: int
+    context: list[tuple[str, str]]  # (question, answer), oldest first
+    question: str
+    gold_ids: list[str]
+    answer: str | None = None
+    rewrite: str | None = None  # a human's
+    response: str | None = None  # an SFT target: think and rewrite blocks
+    extra: dict = field(default_factory=dict)  # what else the record holds, kept as it is
+
+    def record(self) -> dict:
+        """The JSON form of DESIGN §4; fields that are not known are left out."""
+        row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
+        return row | {"context": [list(pair) for pair in self.context]} | self.extra
+
+
+@dataclass
+class Question:
+    """One question with its golden answers (the FlashRAG form)."""
+
+    id: str
+    question: str
+    golden_answers: list[str]
+    metadata: dict = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------------ readers
+
+def read_lines(path: str) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing file or a bad line."""
+    try:
+        f = open(path, "rb")
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
+    with f:
+        for number, raw in enumerate(f, 1):
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+            try:
+                yield number, raw.decode("utf-8")
+            except UnicodeDecodeError as e:
+                raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
+                                "convert the file to UTF-8 (iconv)") from e
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _scrub(value: Any) -> Any:
+    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD, so that text can be written again."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_scrub(v) for v in value]
+    return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
+    """(line number, object) of a JSONL file; blank lines are passed over, anything else that is no object is an error."""
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+        except ValueError as e:
+            raise DataError(f"{path}:{number}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: a line must be one JSON object, not {line[:40]!r}")
+        yield number, _scrub(row) if "\\ud" in line.lower() else row
+
+
+def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
+    """`row[key]` as a string; numbers become strings (ids are often written as numbers)."""
+    value = row.get(key)
+    if value is None and not required:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})")
+    return value
+
+
+def _id(value: str, key: str, where: str) -> str:
+    if not value or value.split() != [value]:
+        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks: it becomes a column of TREC files")
+    return value
+
+
+def read_corpus(path: str) -> Iterator[Passage]:
+    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`; TSV id, text, title.
+
+    In a TSV a quote is a character like any other and a header line `id text title` is passed over.
+    DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three columns.
+    """
+    seen: set[str] = set()
+
+    def rows() -> Iterator[tuple[int, Passage]]:
+        if path.endswith(".tsv"):
+            for number, line in read_lines(path):
+                columns = line.split("\t")
+                if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
+                    continue
+                if len(columns) != 3:
+                    raise DataError(f"{path}:{number}: {len(columns)} tab-separated columns; a corpus TSV has three, id, text, "
+                                    "title: replace tabs inside a field, or use JSONL")
+                yield number, Passage(columns[0], columns[2].strip(), columns[1])
+        else:
+            for number, row in read_jsonl(path):
+                where = f"{path}:{number}"
+                if "contents" in row and "text" not in row:
+                    yield number, Passage(_text(row, "id", where), "", _text(row, "contents", where))
+                else:
+                    title = _text(row, "title", where, required=False) or ""
+                    yield number, Passage(_text(row, "id", where), title.strip(), _text(row, "text", where))
+
+    for number, passage in rows():
+        _id(passage.id, "id", f"{path}:{number}")
+        if passage.id in seen:
+            raise DataError(f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be unique")
+        seen.add(passage.id)
+        yield passage
+    if not seen:
+        raise DataError(f"{path}: no passages; a corpus needs at least one")
+
+
+_TURN_FIELDS = {"query_id", "conversation_id", "turn", "context", "question", "gold_ids", "answer", "rewrite", "response"}
+
+
+def read_turns(path: str) -> list[Turn]:
+    """The turns of a `rewrite` file, in file order.
+
+    A turn may have no gold passage (`gold_ids` empty or absent): callers that need one use `with_gold`.
+    DataError: empty file, missing field, wrong type, empty question, duplicate query_id.
+    """
+    turns: list[Turn] = []
+    seen: set[str] = set()
+    for number, row in read_jsonl(path):
+        where = f"{path}:{number}"
+        query_id = _id(_text(row, "query_id", where), "query_id", where)
+        if query_id in seen:
+            raise DataError(f"{where}: query_id {query_id!r} occurs a second time; query ids must be unique")
+        seen.add(query_id)
+        question = _text(row, "question", where).strip()
+        if not question:
+            raise DataError(f"{where}: the question of {query_id} is empty; a turn needs one")
+        try:
+            turn = int(row.get("turn", 1))
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: turn {row['turn']!r} is not a whole number") from None
+        context = row.get("context") or []
+        if not isinstance(context, list) or not all(
+                isinstance(p, (list, tuple)) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
+            raise DataError(f"{where}: context of {query_id} must be a list of [question, answer] pairs, oldest first")
+        gold = row.get("gold_ids") or []
+        gold = [gold] if isinstance(gold, (str, int)) else gold
+        if not isinstance(gold, list) or not all(isinstance(g, (str, int)) for g in gold):
+            raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}")
+        turns.append(Turn(
+            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id, turn=turn,
+            context=[(q or "", a or "") for q, a in context], question=question,
+            gold_ids=list(dict.fromkeys(map(str, gold))),
+            **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
+            extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
+    if not turns:
+        raise DataError(f"{path}: no turns; the file is empty")
+    return turns
+
+
+def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], int]:
+    """The turns that can be rewarded, and how many have no gold passage and were left out.
+
+    `passage_ids` is any container of the index's ids.  DataError: a gold id that is not in the index (the wrong corpus),
+    or no turn left.
+    """
+    kept = [t for t in turns if t.gold_ids]
+    for t in kept:
+        for g in t.gold_ids:
+            if g not in passage_ids:
+                raise DataError(f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; "
+                                "use the corpus these turns were made from")
+    if not kept:
+        raise DataError(f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one")
+    return kept, len(turns) - len(kept)
+
+
+def read_questions(path: str) -> list[Question]:
+    """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional `metadata`."""
+    questions: list[Question] = []
+    seen: set[str] = set()
+    for number, row in read_jsonl(path):
+        where = f"{path}:{number}"
+        key = _id(_text(row, "id", where), "id", where)
+        if key in seen:
+            raise DataError(f"{where}: id {key!r} occurs a second time; ids must be unique")
+        seen.add(key)
+        golds = row.get("golden_answers")
+        golds = [golds] if isinstance(golds, str) else golds
+        if not isinstance(golds, list) or not golds or not all(isinstance(g, str) for g in golds):
+            raise DataError(f"{where}: golden_answers of {key} must be a non-empty list of strings, not {golds!r}")
+        questions.append(Question(key, _text(row, "question", where), golds, row.get("metadata") or {}))
+    if not questions:
+        raise DataError(f"{path}: no questions; the file is empty")
+    return questions
+
+
+# ------------------------------------------------------------------------------------------------------------ writers
+
+@contextlib.contextmanager
+def atomic_write(path: str, mode: str = "w"):
+    """A file object whose content appears under `path` whole or not at all (temporary name, fsync, rename)."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(temporary, mode, **text) as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str):
+    """A temporary folder beside `path` that takes its name when the block ends well, and is removed when it does not."""
+    path = path.rstrip("/")
+    temporary = f"{path}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    try:
+        yield temporary
+        if os.path.isdir(path):
+            retired = f"{path}.{os.getpid()}.old"
+            os.rename(path, retired)
+            os.rename(temporary, path)
+            shutil.rmtree(retired)
+        else:
+            os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_jsonl(path: str, rows: Iterable[dict]) -> int:
+    """Write rows as JSONL, whole or not at all; returns their number."""
+    count = 0
+    with atomic_write(path) as f:
+        for row in rows:
+            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+# ------------------------------------------------------------------------------------------------------------ prompts
+
+INSTRUCTION = """\
+Rewrite the last question of a conversation so that a search engine understands it without the conversation.
+First think: say in a few words what every pronoun and every left-out part of the question stands for.
+Then write one complete question that means the same and names everything it asks about.
+Answer in exactly this form:
+<think>what the question refers to</think>
+<rewrite>the complete question</rewrite>"""
+
+
+def _conversation(context: list[tuple[str, str]], question: str) -> str:
+    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question; a first turn says that nothing came before."""
+    lines = [f"{label}{i}: {' '.join(text.split())}" for i, pair in enumerate(context, 1) for label, text in zip("QA", pair)]
+    return "\n".join(["Conversation:", *(lines or ["(nothing yet)"]), f"Question: {' '.join(question.split())}"])
+
+
+def rewrite_prompt(turn: Turn) -> str:
+    """The zero-shot user message of the `rewrite` task (arXiv 2505.15776, Fig. 7, in our own words)."""
+    return f"{INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
+
+
+def response_text(think: str, rewrite: str) -> str:
+    """The canonical response: a think block, a newline, a rewrite block."""
+    return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
+
+
+def few_shot_prompt(turn: Turn, examples: list[Turn]) -> str:
+    """The self-distillation user message: the same instruction, solved examples, then the turn (Fig. 6).
+
+    An example is a Turn with a `response`.
+    """
+    shown = [f"{_conversation(e.context, e.question)}\n{e.response}" for e in examples]
+    return "\n\n".join([INSTRUCTION, "Examples:", *shown, "Now answer this one in the same form.",
+                        _conversation(turn.context, turn.question)])
+
+
+def read_examples(path: str) -> list[Turn]:
+    """Few-shot examples: JSONL with context, question, think and rewrite."""
+    examples = []
+    for number, row in read_jsonl(path):
+        where = f"{path}:{number}"
+        response = response_text(_text(row, "think", where), _text(row, "rewrite", where))
+        examples.append(Turn(f"example-{number}", "examples", number, [tuple(p) for p in row.get("context", [])],
+                             _text(row, "question", where), [], response=response))
+    if not examples:
+        raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
+    return examples
+
+
+# ------------------------------------------------------------------------------------------------------- chat encoding
+
+TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that train and test prompts agree
+
+
+def defuse(text: str, special: Iterable[str]) -> str:
+    """`text` with every special-token string broken by a space (`<|im_end|>` → `< |im_end|>`): data never ends a turn."""
+    for token in special:
+        if len(token) > 1 and token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def encode_chat(tokenizer, user_text: str) -> list[int]:
+    """Token ids of one user message in the tokenizer's chat template, up to where the assistant begins to write.
+
+    The template writes BOS itself where the model wants one, so none is added (once, never twice); the date is pinned;
+    special-token strings inside `user_text` are made harmless.  DataError: a tokenizer without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
+                        "or add a chat_template.jinja to its folder")
+    message = {"role": "user", "content": defuse(user_text, tokenizer.all_special_tokens)}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE,
+                                         strftime_now=lambda form: TEMPLATE_DATE, enable_thinking=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
+    """Ids that end a response: the tokenizer's own first, then the generation config's (an int or a list)."""
+    listed = getattr(generation_config, "eos_token_id", None)
+    listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
+    if not ids:
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: set eos_token")
+    return list(dict.fromkeys(ids))
+
+
+def pad_token_id(tokenizer, eos_ids: list[int]) -> int:
+    """What fills the unused part of a row: the pad token, or EOS where there is none (masks go by position, never by id)."""
+    return eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def encode_example(tokenizer, prompt_ids: list[int], response: str, eos_id: int) -> tuple[list[int], list[int]]:
+    """(token ids (T+1), loss mask (T)) of a prompt and its target: the response's tokens and one EOS are trained.
+
+    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border.
+    """
+    response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
+    return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

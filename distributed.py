@@ -1,0 +1,288 @@
+"""Process group, FSDP2 sharding, collectives and checkpoints: the same path for one process and for many.
+
+Needs torch alone (and huggingface_hub, which comes with transformers, to write the exported weights).
+
+A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state (torch.distributed.checkpoint, so another
+number of processes can load it), the RNG state of every rank, and `state.json`.  It is written under a temporary name and
+renamed: a folder with the right name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read: the message names the folder and the way out."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process among the others."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+# ---------------------------------------------------------------------------------------------- process group
+
+def setup() -> Dist:
+    """Join the process group that torchrun describes, or make one of a single process; gloo on CPU, NCCL on GPUs."""
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return Dist(dist.get_rank(), dist.get_world_size(), device)
+
+
+def cleanup() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def print0(*words: Any) -> None:
+    """Print to stdout from rank 0 alone."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def all_reduce_sum(values: list[float]) -> list[float]:
+    """Element-wise float64 sum over all ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+# ---------------------------------------------------------------------------------------------- sharding
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The module list that holds most of the parameters: the decoder layers, in any family."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+def shard_model(model: nn.Module, where: Dist, bf16: bool = False) -> nn.Module:
+    """FSDP2 over all ranks, a unit per decoder layer and one for the rest (tied embeddings stay one parameter).
+
+    Parameters stay float32 shards; with `bf16` they are cast for compute and gradients are reduced in float32.
+    Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
+    """
+    mesh = init_device_mesh(where.device.type, (where.world,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if hasattr(model, "logprobs_forward"):
+        register_fsdp_forward_method(model, "logprobs_forward")
+    return model
+
+
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's Hugging Face name, without what wrappers put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole of a sharded tensor (a collective: every rank calls it), or the tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective on every rank."""
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), full_tensor(parameter.detach())
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before (nan or inf: not scaled)."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    if not params:
+        return 0.0
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    value = float(full_tensor(norm))
+    if torch.isfinite(torch.tensor(value)):
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Named parameters and, by the same names, the optimizer's moments (made here if no step was taken yet)."""
+    state: dict = {"model": {}, "optimizer": {}}
+    for name, p in model.named_parameters():
+        state["model"][name] = p
+        if p.requires_grad:
+            moments = optimizer.state[p]
+            if not moments:
+                moments.update(step=torch.zeros((), dtype=torch.float32, device=p.device if _fused(optimizer) else "cpu"),
+                               exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["optimizer"][name] = moments
+    return state
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer.param_groups[0].get("fused"))
+
+
+def _rng_state() -> dict:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, keep: int = 2) -> str:
+    """Write `run_dir/checkpoint_<step>` (a collective) and remove all but the newest `keep`; returns the folder.
+
+    `extra` is JSON-able and comes back from `load_checkpoint`.  CheckpointError on a full disk or an unwritable folder:
+    nothing half-written is left, earlier checkpoints are untouched.
+    """
+    folder = os.path.join(run_dir, f"checkpoint_{step:06d}")
+    temporary = folder + ".tmp"
+    rank, problem = dist.get_rank(), ""
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    try:
+        os.makedirs(temporary, exist_ok=True)
+        dcp.save(_training_state(model, optimizer), checkpoint_id=temporary)
+        torch.save(_rng_state(), os.path.join(temporary, f"rng_rank{rank:03d}.pt"))
+        if rank == 0:
+            with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
+                json.dump({"step": step, "world": dist.get_world_size(), **extra}, f, indent=1)
+                f.flush()
+                os.fsync(f.fileno())
+    except Exception as e:  # dcp wraps an OSError of any rank in its own exceptions
+        problem = " ".join(str(e).split()) or type(e).__name__
+    if problems := [p for p in gather_objects(problem) if p]:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0][-300:]}; earlier checkpoints are intact: "
+                              "free some disk space and start again, the run resumes from the newest")
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        for old in _checkpoint_folders(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return folder
+
+
+def _checkpoint_folders(run_dir: str) -> list[str]:
+    names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
+    return [os.path.join(run_dir, n) for n in sorted(names) if re.fullmatch(r"checkpoint_\d{6,}", n)]
+
+
+def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
+    """(folder, its state.json) of the newest whole checkpoint, the same on every rank; None if there is none.
+
+    A folder with an unreadable state.json is passed over with a warning; if no other is left, CheckpointError: a run never
+    starts again at step 0 over the remains of an earlier one.
+    """
+    found, damaged = None, []
+    if dist.get_rank() == 0:
+        for folder in reversed(_checkpoint_folders(run_dir)):
+            try:
+                with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+                    found = (folder, json.load(f))
+                break
+            except (OSError, ValueError) as e:
+                damaged.append(folder)
+                print(f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it", file=sys.stderr)
+    found, damaged = broadcast_object((found, damaged))
+    if found is None and damaged:
+        raise CheckpointError(f"every checkpoint in {run_dir} is damaged ({', '.join(damaged)}); move them away to start anew")
+    return found
+
+
+def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it; RNG too where this rank has one."""
+    try:
+        dcp.load(_training_state(model, optimizer), checkpoint_id=folder)
+    except Exception as e:
+        raise CheckpointError(f"checkpoint {folder} does not load: {' '.join(str(e).split())[-300:]}; "
+                              "it is damaged or belongs to another model: remove it to resume from the one before") from e
+    path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
+    if os.path.exists(path):
+        state = torch.load(path, weights_only=False)
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32) -> None:
+    """Write a Hugging Face folder that stock transformers and vLLM load (a collective; rank 0 writes, whole or not at all)."""
+    from huggingface_hub import save_torch_state_dict
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = {}
+    for name, value in full_parameters(model):
+        if rank == 0:
+            state[name] = value.to("cpu", dtype, copy=True)
+    if rank == 0:
+        temporary = f"{folder}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+        try:
+            save_torch_state_dict(state, temporary)
+            config = type(model.config).from_dict(model.config.to_dict())
+            config.dtype, config.use_cache = dtype, True
+            config.save_pretrained(temporary)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(temporary)
+            raise
+    if dist.is_initialized():
+        dist.barrier()
