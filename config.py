@@ -11,18 +11,22 @@ Every entry file declares its knobs in one dataclass and documents each by the s
         run(EvaluateConfig, main)
 
 An unknown key is an error that names the nearest right one; a value of the wrong type is an error that names key, value
-and type; nothing is converted behind the user's back except what the YAML of one scalar means (`1e-5` is a float).
+and type.  What an unquoted scalar means is decided by the field it is for: `007` is a text in a str field and 7 in an int
+field, `1e-5` is a float; a quoted one is always a text, and nothing else is converted.
 A dataclass inside a dataclass is set by dotted keys (`retriever.k1=0.82`).  Standard library and PyYAML only.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import json
+import math
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -38,6 +42,37 @@ class ConfigError(ValueError):
     """Bad configuration: the message names the key, the value, the rule and the way out."""
 
     exit_status = 2
+
+
+class Plain(str):
+    """An unquoted YAML scalar as it is written: `convert` gives it the meaning that its field's type asks for."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with `Plain` scalars, in which a key that stands twice in one mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands twice in one mapping", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag in ("str", "int", "float", "bool", "null", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda _, node: node.value if node.style else Plain(node.value))
+
+
+def resolve(text: str) -> Any:
+    """What YAML takes a plain scalar for: bool, null, int, float (`1e-5` too), or the text itself."""
+    loader, text = yaml.SafeLoader(""), str(text)
+    try:
+        return float(text) if _EXPONENT.fullmatch(text) else loader.construct_object(
+            yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+    except (yaml.YAMLError, ValueError):  # `<<`, or a day such as 2025-13-45
+        return text
+
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # a float to everybody but YAML 1.1
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -66,8 +101,13 @@ def type_name(tp: Any) -> str:
 
 
 def convert(value: Any, tp: Any, key: str) -> Any:
-    """`value` (as YAML gave it) checked against type `tp`; raises ConfigError naming `key`, value and type."""
+    """`value` (as `_Loader` gave it) checked against type `tp`; raises ConfigError naming `key`, value and type."""
     origin, args = get_origin(tp), get_args(tp)
+    written = value
+    if isinstance(value, Plain):
+        value = resolve(written)
+        if tp is str and (value is not None or not written):
+            return str(written)
     if is_dataclass(tp):
         if isinstance(value, tp):
             return value
@@ -80,12 +120,13 @@ def convert(value: Any, tp: Any, key: str) -> Any:
         for arg in args:
             if arg is not type(None):
                 try:
-                    return convert(value, arg, key)
+                    return convert(written, arg, key)
                 except ConfigError:
                     continue
     elif origin is Literal:
-        if value in args and not (isinstance(value, bool) and True not in args and False not in args):
-            return value
+        for arg in args:
+            if type(arg) in (type(value), str) and arg in (value, str(written)):
+                return arg
     elif origin is list:
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
@@ -101,21 +142,13 @@ def convert(value: Any, tp: Any, key: str) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
     elif tp is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
             return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as a string
-            try:
-                return float(value)
-            except ValueError:
-                pass
     elif tp is str:
         if isinstance(value, str):
             return value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):  # a file or run that is named 12
-            return str(value)
-    elif tp is Any:
-        return value
-    raise ConfigError(f"{key}={value!r} is a {type(value).__name__}; it must be {type_name(tp)}")
+    shown = "null" if value is None else f"{value!r} of type {type(value).__name__}"
+    raise ConfigError(f"{key}={shown}; it must be {type_name(tp)}")
 
 
 def build(cls: type, values: dict, prefix: str = "") -> Any:
@@ -146,16 +179,27 @@ def read_yaml(path: str) -> dict:
     """The mapping in a YAML file; a missing file, bad YAML or another top level raises ConfigError."""
     try:
         with open(path, encoding="utf-8-sig") as f:
-            value = yaml.safe_load(f)
+            value = yaml.load(f, _Loader)
     except OSError as e:
         raise ConfigError(f"--config {path}: {e.strerror or e}; give the path of a YAML file") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(e).split())}") from e
-    if value is None:
+    if value is None or (isinstance(value, Plain) and resolve(value) is None):
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"--config {path}: the top level must be a mapping of keys, not a {type(value).__name__}")
+        raise ConfigError(f"--config {path}: the top level must be a mapping of keys, not a "
+                          f"{'text' if isinstance(value, str) else type(value).__name__}")
     return value
+
+
+def read_word(text: str) -> Any:
+    """The value in a command line's `key=value`: `[…]`, `{…}` and quoted text are YAML, all else is one plain scalar."""
+    if text.startswith(("[", "{", '"', "'")):
+        try:
+            return yaml.load(text, _Loader)
+        except yaml.YAMLError:
+            pass
+    return Plain(text)
 
 
 def load_config(cls: type, argv: list[str] | None = None) -> Any:
@@ -180,12 +224,7 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
         key, equals, text = word.removeprefix("--").partition("=")
         if not equals:
             raise ConfigError(f"{word!r} is neither --config FILE nor key=value; --help lists the keys")
-        try:
-            value = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            value = text
-        if isinstance(value, (str, dict)) and not text.startswith(("{", '"', "'")):
-            value = text  # `a: b` is a text on a command line, never a mapping
+        value = read_word(text)
         for part in reversed(key.split(".")):
             value = {part: value}
         overrides = merge(overrides, value)
@@ -199,10 +238,15 @@ def to_dict(cfg: Any) -> dict:
 
 def save_config(cfg: Any, path: str) -> None:
     """Write the resolved configuration as YAML that `--config` reads back to an equal object."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8", newline="\n") as f:
-        yaml.safe_dump(to_dict(cfg), f, sort_keys=False, allow_unicode=True)
-    os.replace(temporary, path)
+    text, temporary = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True), f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as f:
+            f.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
 
 
 def help_text(cls: type) -> str:
@@ -236,7 +280,7 @@ def _on_sigterm(signum: int, frame: Any) -> None:
 def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None) -> None:
     """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
 
-    0 success; 2 bad input (an exception whose class carries `exit_status = 2`, or a full disk or unreadable file: 1);
+    0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or unreadable file;
     130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
     """
     signal.signal(signal.SIGTERM, _on_sigterm)

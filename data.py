@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterable, Iterator
@@ -110,7 +111,7 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
             continue
         try:
             row = json.loads(line, parse_constant=_no_constant)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise DataError(f"{path}:{number}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: a line must be one JSON object, not {line[:40]!r}")
@@ -133,6 +134,15 @@ def _id(value: str, key: str, where: str) -> str:
     if not value or value.split() != [value]:
         raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks: it becomes a column of TREC files")
     return value
+
+
+def _context(row: dict, where: str) -> list[tuple[str, str]]:
+    """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an empty text."""
+    context = [] if row.get("context") is None else row["context"]
+    if not isinstance(context, list) or not all(
+            isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
+        raise DataError(f"{where}: context must be a list of [question, answer] pairs, oldest first, not {str(context)[:80]!r}")
+    return [(q or "", a or "") for q, a in context]
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
@@ -192,22 +202,17 @@ def read_turns(path: str) -> list[Turn]:
         question = _text(row, "question", where).strip()
         if not question:
             raise DataError(f"{where}: the question of {query_id} is empty; a turn needs one")
-        try:
-            turn = int(row.get("turn", 1))
-        except (TypeError, ValueError):
-            raise DataError(f"{where}: turn {row['turn']!r} is not a whole number") from None
-        context = row.get("context") or []
-        if not isinstance(context, list) or not all(
-                isinstance(p, (list, tuple)) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
-            raise DataError(f"{where}: context of {query_id} must be a list of [question, answer] pairs, oldest first")
-        gold = row.get("gold_ids") or []
-        gold = [gold] if isinstance(gold, (str, int)) else gold
-        if not isinstance(gold, list) or not all(isinstance(g, (str, int)) for g in gold):
+        turn = row.get("turn", 1)
+        if isinstance(turn, bool) or not re.fullmatch(r"\s*\d+\s*", str(turn)):
+            raise DataError(f"{where}: turn {turn!r} of {query_id} is not a whole number")
+        gold = [] if row.get("gold_ids") is None else row["gold_ids"]
+        gold = gold if isinstance(gold, list) else [gold]
+        if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
             raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}")
         turns.append(Turn(
-            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id, turn=turn,
-            context=[(q or "", a or "") for q, a in context], question=question,
-            gold_ids=list(dict.fromkeys(map(str, gold))),
+            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id, turn=int(turn),
+            context=_context(row, where), question=question,
+            gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
             **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
             extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
     if not turns:
@@ -246,7 +251,10 @@ def read_questions(path: str) -> list[Question]:
         golds = [golds] if isinstance(golds, str) else golds
         if not isinstance(golds, list) or not golds or not all(isinstance(g, str) for g in golds):
             raise DataError(f"{where}: golden_answers of {key} must be a non-empty list of strings, not {golds!r}")
-        questions.append(Question(key, _text(row, "question", where), golds, row.get("metadata") or {}))
+        question = _text(row, "question", where).strip()
+        if not question:
+            raise DataError(f"{where}: the question of {key} is empty; an answer needs one")
+        questions.append(Question(key, question, golds, row.get("metadata") or {}))
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")
     return questions
@@ -276,29 +284,29 @@ def atomic_write(path: str, mode: str = "w"):
 def atomic_folder(path: str):
     """A temporary folder beside `path` that takes its name when the block ends well, and is removed when it does not."""
     path = path.rstrip("/")
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
     try:
         yield temporary
         if os.path.isdir(path):
-            retired = f"{path}.{os.getpid()}.old"
+            shutil.rmtree(retired, ignore_errors=True)
             os.rename(path, retired)
-            os.rename(temporary, path)
-            shutil.rmtree(retired)
-        else:
-            os.rename(temporary, path)
+        os.rename(temporary, path)
     except BaseException:
+        if os.path.isdir(retired) and not os.path.exists(path):
+            os.rename(retired, path)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; returns their number."""
+    """Write rows as JSONL, whole or not at all; returns their number.  ValueError for NaN and infinity, which JSON lacks."""
     count = 0
     with atomic_write(path) as f:
         for row in rows:
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            f.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             count += 1
     return count
 
@@ -346,7 +354,7 @@ def read_examples(path: str) -> list[Turn]:
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
         response = response_text(_text(row, "think", where), _text(row, "rewrite", where))
-        examples.append(Turn(f"example-{number}", "examples", number, [tuple(p) for p in row.get("context", [])],
+        examples.append(Turn(f"example-{number}", "examples", number, _context(row, where),
                              _text(row, "question", where), [], response=response))
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
@@ -375,7 +383,9 @@ def encode_chat(tokenizer, user_text: str) -> list[int]:
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
                         "or add a chat_template.jinja to its folder")
-    message = {"role": "user", "content": defuse(user_text, tokenizer.all_special_tokens)}
+    # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
+    special = {*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)}
+    message = {"role": "user", "content": defuse(user_text, sorted(special))}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE,
                                          strftime_now=lambda form: TEMPLATE_DATE, enable_thinking=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,6 +10,7 @@ renamed: a folder with the right name is whole.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -119,11 +121,12 @@ def shard_model(model: nn.Module, where: Dist, bf16: bool = False) -> nn.Module:
     return model
 
 
-_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
+_WRAPPERS = re.compile(r"^((module|base_model\.model|_orig_mod|_fsdp_wrapped_module)\.)+"
+                       r"|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's Hugging Face name, without what wrappers put into it."""
+    """A parameter's Hugging Face name, without what wrappers (compile, DDP, FSDP, checkpointing, PEFT) put into it."""
     return _WRAPPERS.sub("", name)
 
 
@@ -143,11 +146,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     params = [p for p in model.parameters() if p.grad is not None]
     if not params:
         return 0.0
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-    value = float(full_tensor(norm))
-    if torch.isfinite(torch.tensor(value)):
+    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))  # whole, before clipping adds its 1e-6
+    if torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return value
+    return float(norm)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -187,7 +189,8 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
     temporary = folder + ".tmp"
     rank, problem = dist.get_rank(), ""
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in glob.glob(os.path.join(glob.escape(run_dir), "checkpoint_*.tmp")):  # by a killed run
+            shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
     try:
         os.makedirs(temporary, exist_ok=True)
@@ -198,7 +201,7 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
                 json.dump({"step": step, "world": dist.get_world_size(), **extra}, f, indent=1)
                 f.flush()
                 os.fsync(f.fileno())
-    except Exception as e:  # dcp wraps an OSError of any rank in its own exceptions
+    except (Exception, CheckpointException) as e:  # dcp puts an OSError of any rank into its own, a BaseException
         problem = " ".join(str(e).split()) or type(e).__name__
     if problems := [p for p in gather_objects(problem) if p]:
         if rank == 0:
@@ -206,46 +209,63 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
         raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0][-300:]}; earlier checkpoints are intact: "
                               "free some disk space and start again, the run resumes from the newest")
     if rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
-        for old in _checkpoint_folders(run_dir)[:-keep]:
-            shutil.rmtree(old)
+        _replace(temporary, folder)
+        earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]  # a damaged later one takes no place
+        for old in earlier[:max(0, len(earlier) + 1 - keep)]:
+            os.rename(old, f"{old}.tmp")  # first the name: a kill in the middle leaves nothing that looks whole
+            shutil.rmtree(f"{old}.tmp")
     dist.barrier()
     return folder
 
 
+def _replace(temporary: str, folder: str) -> None:
+    """Give a finished folder its name, in place of an older one: what bears the name is whole at any moment."""
+    retired = f"{folder}.old.tmp"
+    shutil.rmtree(retired, ignore_errors=True)
+    if os.path.isdir(folder):
+        os.rename(folder, retired)
+    os.rename(temporary, folder)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _step(folder: str) -> int:
+    return int(folder.rpartition("_")[2])
+
+
 def _checkpoint_folders(run_dir: str) -> list[str]:
     names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
-    return [os.path.join(run_dir, n) for n in sorted(names) if re.fullmatch(r"checkpoint_\d{6,}", n)]
+    return sorted((os.path.join(run_dir, n) for n in names if re.fullmatch(r"checkpoint_\d{6,}", n)), key=_step)
 
 
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
-    """(folder, its state.json) of the newest whole checkpoint, the same on every rank; None if there is none.
+    """(folder, its state.json) of the newest checkpoint that is whole and seen by every rank; None if there is none.
 
     A folder with an unreadable state.json is passed over with a warning; if no other is left, CheckpointError: a run never
     starts again at step 0 over the remains of an earlier one.
     """
-    found, damaged = None, []
-    if dist.get_rank() == 0:
-        for folder in reversed(_checkpoint_folders(run_dir)):
-            try:
-                with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                    found = (folder, json.load(f))
-                break
-            except (OSError, ValueError) as e:
-                damaged.append(folder)
-                print(f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it", file=sys.stderr)
-    found, damaged = broadcast_object((found, damaged))
-    if found is None and damaged:
-        raise CheckpointError(f"every checkpoint in {run_dir} is damaged ({', '.join(damaged)}); move them away to start anew")
-    return found
+    whole: dict[int, tuple[str, dict]] = {}
+    folders = _checkpoint_folders(run_dir)
+    for folder in folders:
+        try:
+            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+                state = json.load(f)
+            if not isinstance(state, dict) or state.get("step") != _step(folder):
+                raise ValueError(f"it does not say step {_step(folder)}")
+            whole[_step(folder)] = (folder, state)
+        except (OSError, ValueError) as e:
+            print(f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it", file=sys.stderr)
+    common = set.intersection(*map(set, gather_objects(sorted(whole))))
+    if not common and any(gather_objects(folders)):
+        raise CheckpointError(f"no checkpoint in {run_dir} is whole and seen by every process ({', '.join(folders) or 'none here'}); "
+                              "move them away to start anew")
+    return whole[max(common)] if common else None
 
 
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it; RNG too where this rank has one."""
     try:
         dcp.load(_training_state(model, optimizer), checkpoint_id=folder)
-    except Exception as e:
+    except (Exception, CheckpointException) as e:
         raise CheckpointError(f"checkpoint {folder} does not load: {' '.join(str(e).split())[-300:]}; "
                               "it is damaged or belongs to another model: remove it to resume from the one before") from e
     path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
@@ -274,12 +294,12 @@ def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = tor
             save_torch_state_dict(state, temporary)
             config = type(model.config).from_dict(model.config.to_dict())
             config.dtype, config.use_cache = dtype, True
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
             config.save_pretrained(temporary)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(temporary)
+            if model.generation_config is not None:  # as JSON: save_pretrained refuses what some published models set
+                model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
             tokenizer.save_pretrained(temporary)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(temporary, folder)
+            _replace(temporary, folder)
         except BaseException:
             with contextlib.suppress(OSError):
                 shutil.rmtree(temporary)

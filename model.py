@@ -13,6 +13,7 @@ import functools
 import math
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,15 +41,27 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
     """A causal LM from a local folder or a hub name, in eval mode, dropout off, attention through sdpa.
 
     Dropout stays 0 in training too: the ratio of the first update on a batch is then exactly 1.
-    Raises ModelError for a path that holds no model and for heads that do more than one matrix product.
+    Raises ModelError for a path that holds no model, for weights that are damaged, missing or of other shapes than the config
+    says (they would be random numbers), and for heads that do more than one matrix product.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as e:
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
         raise ModelError(f"no causal LM at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub name") from e
+    if report["missing_keys"]:
+        raise ModelError(f"{path}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
+                         f"{min(report['missing_keys'])} first: it is damaged, or the folder of an adapter or an encoder")
+    return prepare_causal_lm(model, path, gradient_checkpointing).to(device)
+
+
+def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkpointing: bool = False) -> nn.Module:
+    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, the forward method that FSDP hooks.
+
+    Raises ModelError for heads that do more than one matrix product; `name` stands in its message.
+    """
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise ModelError(f"{path}: the config sets {key}={getattr(model.config, key)}: its logits are not head(hidden states), "
+            raise ModelError(f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not head(hidden states), "
                              "which token_logprobs computes; use a Qwen2/2.5/3, Llama or SmolLM2 model")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -60,7 +73,7 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     # FSDP gathers parameters around forward(); distributed.shard_model registers this method to be treated alike.
     model.logprobs_forward = functools.partial(_logprobs_forward, model)
-    return model.to(device).eval()
+    return model.eval()
 
 
 def _first_line(e: Exception) -> str:
@@ -82,10 +95,10 @@ def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, 
     """The computation behind `token_logprobs`; returns log-probabilities (B, T) and entropies (B, T)."""
     inputs, mask = tokens[:, :-1], attention_mask[:, :-1]
     if bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it, the fast kernels apply
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     else:
         position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        hidden = model.model(input_ids=inputs, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
     keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
     rows, targets = hidden[keep], tokens[:, 1:][keep]  # (M, D), (M,)
     head = model.get_output_embeddings()
@@ -131,6 +144,8 @@ def lr_at(step: int, peak: float, warmup_steps: int, total_steps: int, schedule:
 
     The first step already moves (1 / warmup_steps of the peak); verl's moves by 0.
     """
+    if schedule not in ("constant", "cosine", "linear"):
+        raise ValueError(f"schedule {schedule!r}: use constant, cosine or linear")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)

@@ -75,9 +75,9 @@ def parse_response(text: str, parser: str = "strict") -> Parsed:
 def _parse_paper(text: str) -> Parsed:
     r"""The original's two searches (`rewrite_r1.py` of the ConvSearch-R1 repository), loopholes included.
 
-    Format: `<think>.*?</think>\n<rewrite>.*?</rewrite>$`, matched at character 0; dot matches newline, `$` matches at
-    every line end. Text: the first `<rewrite>.*?</rewrite>` anywhere, also when the format is wrong. Written with `find`,
-    since the expression needs quadratic time on repeated tags: it matches exactly when it does from the first joint on.
+    Format: `<think>.*?</think>\n<rewrite>.*?</rewrite>$`, matched at character 0; dot matches newline, `$` every line
+    end. Text: the first `<rewrite>.*?</rewrite>` anywhere, also when the format is wrong. Written with `find`: the
+    expression takes quadratic time on repeated tags. It matches exactly when it does so from the first joint on.
     """
     rewrite = None
     start = text.find("<rewrite>")
@@ -201,7 +201,7 @@ def normalize_answer(s: str) -> str:
 
 
 def _normalized_golds(golds: str | Iterable[str]) -> list[str]:
-    """Normalised golds. One that normalises to nothing ("???", "The") is dropped: an empty prediction must not earn it."""
+    """Normalised golds. One that comes out empty ("???", "The") is dropped: an empty prediction must not earn it."""
     golds = [golds] if isinstance(golds, str) else golds
     return [gold for gold in map(normalize_answer, golds) if gold]
 
@@ -218,7 +218,7 @@ def f1_score(prediction: str | None, golds: str | Iterable[str]) -> float:
     """Token F1 = 2PR / (P + R) of normalised words, counted as multisets; the maximum over the golds.
 
     A gold gives 0 when either side is exactly yes, no or noanswer and the two differ. Tokens are what white space
-    separates: scripts without blanks (Chinese, Japanese, Thai) get credit for an exact copy only. 0.0 as in `exact_match`.
+    separates: scripts without blanks (Chinese, Japanese, Thai) earn an exact copy only. 0.0 as in `exact_match`.
     """
     predicted = normalize_answer(prediction or "")
     return max((_token_f1(predicted, gold) for gold in _normalized_golds(golds)), default=0.0)
@@ -269,8 +269,8 @@ _SEARCH_TAG = re.compile(r"<(/?)(think|search|result|answer)>")
 def check_search_format(text: str, results: int | None = None) -> bool:
     r"""Is this response a well-formed search trajectory (ReSearch)?
 
-    The blocks think, search, result and answer do not nest; the text around them is free. At least one think block; one
-    result block after each search block and nowhere else; one answer block, the last of all, with a matched `\boxed{…}`.
+    The blocks think, search, result and answer do not nest; text around them is free. At least one think block; one
+    result block after each search block and nowhere else; one answer block, the last, with a matched `\boxed{…}`.
 
     text: the response with the result blocks that the episode inserted. What stands inside those is not read.
     results: how many the episode inserted. When given, the text must hold exactly as many: it cannot show by itself

@@ -1,0 +1,303 @@
+"""Rewrites for a file of turns: one JSONL line for every (turn, sample), whatever the model wrote.
+
+A line holds query_id, sample, status, rewrite, think, response, tokens, end and a digest of the prompt.  `status`:
+
+    ok            the response parses; `rewrite` is its rewrite, white space collapsed to single blanks
+    malformed     it does not parse
+    engine_error  the engine could not sample it (logits that are no numbers)
+    too_long      the prompt exceeds `max_prompt_tokens` or the model's window; nothing was sampled
+
+For all but `ok` the rewrite is the raw question, so that every turn can be searched and is counted.
+
+Under torchrun every process takes each world-th turn that is left and appends whole chunks to a file of its own; at
+the end these are merged in the order of the input and renamed.  Run again after a kill it continues: lines that are
+there are not sampled again, a half-written last line is.  Other settings, another model or another prompt of the same
+turn are an error, so a file never mixes two runs.  Draws depend on seed, prompt and sample alone.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import data
+from config import ConfigError, run, save_config
+from data import DataError, Turn
+from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
+from model import load_causal_lm, load_tokenizer
+from retriever import Progress
+from reward import parse_response
+from rollout import Rollout, Sampling, TorchEngine
+
+
+@dataclass
+class InferConfig:
+    model: str = ""
+    """Hugging Face folder or hub name of an instruct model"""
+    turns: str = ""
+    """turns file (JSONL) to write rewrites for"""
+    output: str = ""
+    """JSONL file to write; its settings stand beside it in <output>.meta.json"""
+    prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
+    """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for the task"""
+    examples: str = ""
+    """few-shot examples (JSONL with context, question, think, rewrite)"""
+    samples: int = 1
+    """responses a turn"""
+    temperature: float = 0.0
+    """logits are divided by it; 0 is greedy"""
+    top_p: float = 1.0
+    """sample among the most probable tokens of this mass"""
+    max_tokens: int = 1024
+    """new tokens of a response at most"""
+    max_prompt_tokens: int = 1536
+    """longer prompts are not sampled: status too_long"""
+    seed: int = 0
+    """of the draws; without effect at temperature 0"""
+    parser: Literal["strict", "paper"] = "strict"
+    """what counts as well formed (reward.parse_response)"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
+    chunk: int = 64
+    """turns between two writes: what a kill can lose"""
+    batch_size: int = 64
+    """responses that are sampled at the same time"""
+    overwrite: bool = False
+    """remove an earlier output of this name first"""
+
+
+# ------------------------------------------------------------------------------------------------ settings of an output
+
+def fingerprint(path: str) -> str:
+    """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name stands for itself.
+
+    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model, and training
+    changes all of a model's weights.
+    """
+    inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
+    names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
+    if not names:
+        return path
+    digest, block = hashlib.sha256(), 1 << 16
+    for name in names:
+        size = os.path.getsize(name)
+        digest.update(f"{os.path.basename(name)} {size}\n".encode())
+        with open(name, "rb") as f:
+            for start in range(0, size, max(block, size // 64)):
+                f.seek(start)
+                digest.update(f.read(block))
+    return digest.hexdigest()[:16]
+
+
+def check_settings(path: str, settings: dict, begun: bool) -> None:
+    """Store `settings` at `path`; where output is `begun`, compare them instead ([name, digest] by the digest alone).
+
+    DataError names the first key that differs.  One process calls it.
+    """
+    if not begun:
+        with data.atomic_write(path) as f:
+            json.dump(settings, f, indent=1, ensure_ascii=False)
+        return
+    try:
+        before = json.loads("\n".join(line for _, line in data.read_lines(path)))
+    except ValueError as e:
+        raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
+    for key, now in settings.items():
+        old = before.get(key)
+        (old, old_digest), (now, now_digest) = (v if isinstance(v, list) else (v, v) for v in (old, now))
+        if old_digest != now_digest:
+            change = f"{key}={now!r} has other content" if old == now else f"{key} was {old!r} and is {now!r}"
+            raise DataError(f"{path}: this output was begun with other settings: {change}; choose another output, or "
+                            "overwrite=true to begin anew")
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+def open_engine(cfg: InferConfig, tokenizer, where: Dist) -> TorchEngine:
+    """The embedded engine over `cfg.model`; a pad id that the model has no embedding for is replaced by EOS."""
+    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and where.device.type == "cuda"
+    model = load_causal_lm(cfg.model, torch.bfloat16 if half else torch.float32, where.device)
+    eos = data.eos_token_ids(tokenizer, model.generation_config)
+    pad = data.pad_token_id(tokenizer, eos)
+    known = pad < model.get_input_embeddings().num_embeddings
+    return TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.batch_size)
+
+
+def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, list[int]]:
+    """Query id → token ids of its prompt."""
+    examples = data.read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
+    texts = (data.few_shot_prompt(t, examples) if examples else data.rewrite_prompt(t) for t in turns)
+    return {t.query_id: data.encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
+
+
+def prompt_digest(prompt_ids: list[int]) -> str:
+    return hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest()[:12]
+
+
+def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str) -> dict:
+    """The line of one sample."""
+    text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    parsed = parse_response(text, parser)
+    rewrite = " ".join((parsed.rewrite or "").split())
+    status = rollout.end
+    if status in ("eos", "stop", "length"):
+        status = "ok" if parsed.well_formed and rewrite else "malformed"
+    return {"query_id": turn.query_id, "sample": sample, "status": status,
+            "rewrite": rewrite if status == "ok" else " ".join(turn.question.split()),
+            "think": parsed.think if status == "ok" else None, "response": text, "tokens": len(rollout.response_ids),
+            "end": rollout.end, "prompt": prompt_digest(rollout.prompt_ids)}
+
+
+def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[int]], cfg: InferConfig,
+                 progress=None) -> list[dict]:
+    """Lines of `turns`, `cfg.samples` each, in order; all prompts that fit go to the engine in one call."""
+    limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_tokens)
+    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_tokens, seed=cfg.seed)
+    fitting = [prompts[t.query_id] for t in turns if len(prompts[t.query_id]) <= limit]
+    sampled = iter(engine.generate(fitting, sampling, progress) if fitting else [])
+    rows = []
+    for turn in turns:
+        ids = prompts[turn.query_id]
+        for i in range(cfg.samples):
+            rollout = next(sampled) if len(ids) <= limit else Rollout(ids, [], [], [], 0, "too_long")
+            rows.append(output_row(turn, i, rollout, tokenizer, cfg.parser))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------- restartable output
+
+def part_files(output: str) -> list[str]:
+    """What an unfinished run left beside `output`: gathered lines, and the files of its processes."""
+    return [p for p in [f"{output}.done", *sorted(glob.glob(f"{glob.escape(output)}.rank*"))] if os.path.isfile(p)]
+
+
+def collect(output: str, prompts: dict[str, list[int]], samples: int) -> list[dict]:
+    """Lines of all turns that are complete in `output` and its parts, in the order of `prompts`.
+
+    A half-written last line of a file is passed over.  DataError: a line of another input.
+    """
+    rows: dict[tuple[str, int], dict] = {}
+    for path in [output] * os.path.isfile(output) + part_files(output):
+        with open(path, "rb") as f:
+            lines = f.read().rstrip(b"\n").split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                query_id, sample, digest = row["query_id"], row["sample"], row["prompt"]
+            except (ValueError, KeyError, TypeError) as e:
+                if number == len(lines):
+                    break
+                raise DataError(f"{path}:{number}: not a line of infer.py ({e!r}); overwrite=true begins anew") from e
+            if query_id not in prompts or digest != prompt_digest(prompts[query_id]):
+                raise DataError(f"{path}:{number}: turn {query_id} is not among these turns, or had another prompt; "
+                                "choose another output, or overwrite=true to begin anew")
+            rows[query_id, sample] = row
+    groups = ([(query_id, i) for i in range(samples)] for query_id in prompts)
+    return [rows[key] for group in groups if all(key in rows for key in group) for key in group]
+
+
+def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
+    """Check the settings, gather what an earlier run left into one file; returns the ids that are done (rank 0)."""
+    meta = f"{cfg.output}.meta.json"
+    if cfg.overwrite:
+        for path in part_files(cfg.output) + [cfg.output] * os.path.exists(cfg.output):
+            os.remove(path)
+    keys = ("prompt", "samples", "temperature", "top_p", "max_tokens", "max_prompt_tokens", "seed", "parser", "dtype")
+    begun = any(os.path.getsize(path) for path in [cfg.output, *part_files(cfg.output)] if os.path.exists(path))
+    settings = {"model": [cfg.model, fingerprint(cfg.model)], **{key: getattr(cfg, key) for key in keys}}
+    check_settings(meta, settings, begun)
+    save_config(cfg, f"{cfg.output}.config.yaml")
+    done = collect(cfg.output, prompts, cfg.samples)
+    data.write_jsonl(f"{cfg.output}.done", done)
+    for path in part_files(cfg.output)[1:]:
+        os.remove(path)
+    return {row["query_id"] for row in done}
+
+
+def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list[dict]:
+    """Merge the parts into `cfg.output`, whole or not at all; returns its lines (every rank)."""
+    rows = collect(cfg.output, prompts, cfg.samples)
+    broadcast_object(None)  # every rank has read the parts
+    if where.rank == 0:
+        data.write_jsonl(cfg.output, rows)
+        for path in part_files(cfg.output):
+            os.remove(path)
+    return rows
+
+
+def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
+    """All lines of `turns`, and the summary; `cfg.output` is complete afterwards.  Every rank calls it."""
+    tokenizer = load_tokenizer(cfg.model)
+    prompts = encode_prompts(cfg, turns, tokenizer)
+    done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
+    left = [t for t in turns if t.query_id not in done]
+    print0(f"infer: {len(turns)} turns × {cfg.samples} samples = {len(turns) * cfg.samples} responses, {len(done)} "
+           f"turns already done, {where.world} processes, temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
+           f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average")
+    mine, tokens, started = left[where.rank::where.world], 0, time.monotonic()
+    if mine:
+        engine = open_engine(cfg, tokenizer, where)
+        bar = Progress(len(left) * cfg.samples, "sampling", "responses") if where.rank == 0 else None
+
+        def show(finished: int) -> None:
+            if bar:  # the other processes are about as far
+                bar.update(min(finished * where.world, bar.total) - bar.done)
+
+        with open(f"{cfg.output}.rank{where.rank:03d}", "w", encoding="utf-8", newline="\n") as part:
+            for at in range(0, len(mine), cfg.chunk):
+                rows = sample_turns(engine, tokenizer, mine[at:at + cfg.chunk], prompts, cfg,
+                                    lambda finished, *_, before=at * cfg.samples: show(before + finished))
+                tokens += sum(row["tokens"] for row in rows)
+                part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                part.flush()
+                os.fsync(part.fileno())
+                show(at * cfg.samples + len(rows))
+        if bar:
+            bar.close()
+    tokens = int(all_reduce_sum([tokens])[0])  # and every rank has written its part
+    seconds = time.monotonic() - started
+    rows = finish(cfg, prompts, where)
+    count = Counter(row["status"] for row in rows)
+    return rows, {"output": cfg.output, "lines": len(rows), "generated": len(left) * cfg.samples,
+                  **{status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")},
+                  "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
+
+
+def check(cfg: InferConfig) -> None:
+    """Raise ConfigError for settings that cannot work, before anything is loaded."""
+    for name in ("model", "turns", "output"):
+        if not getattr(cfg, name):
+            raise ConfigError(f"{name} is empty; give {name}=…")
+    for name in ("samples", "max_tokens", "max_prompt_tokens", "chunk", "batch_size"):
+        if getattr(cfg, name) < 1:
+            raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
+    if cfg.prompt == "few-shot" and not cfg.examples:
+        raise ConfigError("prompt=few-shot needs examples=FILE")
+    if os.path.abspath(cfg.output) == os.path.abspath(cfg.turns):
+        raise ConfigError(f"output={cfg.output} is the turns file itself; choose another name")
+    if cfg.samples > 1 and cfg.temperature == 0:
+        raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
+
+
+def main(cfg: InferConfig) -> dict | None:
+    """Write `cfg.output`; returns counts per status, tokens/s and seconds (rank 0)."""
+    check(cfg)
+    turns = data.read_turns(cfg.turns)
+    where = setup()
+    try:
+        summary = respond(cfg, turns, where)[1]
+        return summary if where.rank == 0 else None
+    finally:
+        cleanup()
+
+
+if __name__ == "__main__":
+    run(InferConfig, main)

@@ -1,0 +1,1086 @@
+"""Encoders, passage indexes, exact search, BM25, fusion, and the rank of the gold passage that is the reward.
+
+One rule of order everywhere (DESIGN §7).  Lists are by score, higher first, then by id.  A rank is 1 + the number of
+other passages whose score is at least the gold's: ties count against the gold, other golds of the query do not count,
+the best gold counts, beyond the cut-off is None, and a NaN score gives FAILED, never a rank.
+
+Everything is positional: entry i of a result belongs to entry i of `queries`, however often a query is repeated.
+
+Shapes: Q queries, M passages, P pairs of a query and one of its golds, B texts of a batch, L tokens, D embedding size,
+K list length.
+
+Run as a program it builds an index:  python retriever.py kind=dense corpus=corpus.jsonl encoder=FOLDER index=OUT
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from array import array
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Literal, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import run
+from data import Passage, atomic_folder, atomic_write, read_corpus
+
+# ---------------------------------------------------------------- encoders: from here to the next such line this block
+# copies out; it needs the imports above less config and data: torch, transformers and what transformers brings along.
+
+
+class RetrieverError(ValueError):
+    """Bad input to the retriever: the message names the value, the rule and the way out."""
+
+    exit_status = 2
+
+
+class Progress:
+    """A bar with a rate on a terminal; in a log one line every half minute and nothing for short work."""
+
+    def __init__(self, total: int, what: str, unit: str = "passages", every: float = 30.0):
+        self.total, self.what, self.unit, self.every, self.done = total, what, unit, every, 0
+        self.started = self.said = time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            self.bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=2)
+
+    def update(self, n: int) -> None:
+        self.done += n
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.update(n)
+        elif now - self.said >= self.every:
+            self.said, rate = now, self.done / (now - self.started)
+            left = (self.total - self.done) / max(rate, 1e-9)
+            print(f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | {left:,.0f} s left",
+                  file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How texts become vectors with a model.  The presets: ANCE_ENCODER, E5_ENCODER, MEAN_ENCODER."""
+
+    pooling: Literal["ance", "mean", "first"] = "mean"  # ance: the model's own head; mean: over the mask; first token
+    normalise: bool = True  # L2, so that the inner product is the cosine
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    query_length: int = 512  # tokens, special tokens included
+    passage_length: int = 384
+    name: str = field(default="", compare=False)  # where it was loaded from; the fingerprint says what it is
+
+    def __post_init__(self):
+        if min(self.query_length, self.passage_length) < 3:
+            raise RetrieverError(f"query_length is {self.query_length}, passage_length {self.passage_length}; both "
+                                 "must be 3 at least, for two special tokens and a text. Usual are 512 and 384.")
+
+
+ANCE_ENCODER = Encoder("ance", normalise=False)
+E5_ENCODER = Encoder("mean", query_prefix="query: ", passage_prefix="passage: ")
+MEAN_ENCODER = Encoder("mean")  # all-MiniLM and its like
+
+
+class ANCE(nn.Module):
+    """RoBERTa, then LayerNorm(Linear(hidden state of the first token)); compared by inner product, not normalised.
+
+    The parameter names are those of the public checkpoints (castorini/ance-msmarco-passage, 3ricL/ad-hoc-ance-msmarco):
+    `roberta.*`, `embeddingHead.{weight,bias}`, `norm.{weight,bias}`.  arXiv 2007.00808; Pyserini's AnceEncoder.
+    """
+
+    UNUSED = re.compile(r"classifier\.|roberta\.pooler\.|roberta\.embeddings\.(position|token_type)_ids$")
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers import RobertaModel
+        self.config = config
+        self.roberta = RobertaModel(config, add_pooling_layer=False)
+        self.embeddingHead = nn.Linear(config.hidden_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, L) ids and mask → (B, D) vectors."""
+        hidden = self.roberta(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state  # (B, L, D)
+        return self.norm(self.embeddingHead(hidden[:, 0]))
+
+    def load_strict(self, state: dict[str, Tensor], source: str = "checkpoint") -> None:
+        """Load a public state dict.  A missing, unknown or misshapen tensor is a RetrieverError that names it."""
+        state = {k: v for k, v in state.items() if not self.UNUSED.match(k)}
+        own = self.state_dict()
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        misshapen = [f"{k} {tuple(state[k].shape)} instead of {tuple(own[k].shape)}"
+                     for k in sorted(own.keys() & state.keys()) if state[k].shape != own[k].shape]
+        for problem, names in (("lacks", missing), ("has unknown", unknown), ("has misshapen", misshapen)):
+            if names:
+                raise RetrieverError(f"{source} {problem} {', '.join(names[:5])} ({len(names)} in all): an ANCE "
+                                     "checkpoint holds roberta.*, embeddingHead and norm, beside at most a classifier. "
+                                     "Use a whole one.")
+        self.load_state_dict(state)
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> ANCE:
+        """From a local folder or a hub name holding config.json and model.safetensors or pytorch_model.bin."""
+        from transformers import AutoConfig
+        model = cls(AutoConfig.from_pretrained(name))
+        model.load_strict(_state_dict(name), name)
+        return model.eval()
+
+
+def _hub_file(name: str, filename: str) -> Path | None:
+    """Local path of a model's file, fetched from the hub where `name` is no folder; None where it has no such file."""
+    if os.path.isdir(name):
+        path = Path(name, filename)
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    try:
+        return Path(hf_hub_download(name, filename))
+    except EntryNotFoundError as e:
+        if isinstance(e, LocalEntryNotFoundError):  # not in the cache and the hub out of reach: nothing is known
+            raise
+        return None
+
+
+def _state_dict(name: str) -> dict[str, Tensor]:
+    """The single weight file of a model, never unpickled beyond tensors; {} where there is none."""
+    if path := _hub_file(name, "model.safetensors"):
+        from safetensors.torch import load_file
+        return load_file(path)
+    path = _hub_file(name, "pytorch_model.bin")
+    return torch.load(path, map_location="cpu", weights_only=True) if path else {}
+
+
+def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
+    """The settings a plain (not ANCE) model asks for: E5 by its name, others by their sentence-transformers files.
+
+    A `pooling` that is given overrules the files.  RetrieverError: they ask for something that isn't built here.
+    """
+    encoder = E5_ENCODER if re.search(r"(^|[-_/.])e5([-_/.]|$)", name.lower().rstrip("/")) else MEAN_ENCODER
+    if modules := _hub_file(name, "modules.json"):
+        kinds = [m["type"].rsplit(".", 1)[-1] for m in json.loads(modules.read_text())]
+        if pooling is None and (unknown := [k for k in kinds if k not in ("Transformer", "Pooling", "Normalize")]):
+            raise RetrieverError(f"{name} has a sentence-transformers module {unknown[0]}; only Transformer, Pooling "
+                                 "and Normalize are applied here. Use a model without it, or overrule with pooling=….")
+        encoder = replace(encoder, normalise="Normalize" in kinds)
+    if pooling is None and (file := _hub_file(name, "1_Pooling/config.json")):
+        modes = [k for k, on in json.loads(file.read_text()).items() if k.startswith("pooling_mode") and on is True]
+        known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+        if len(modes) != 1 or modes[0] not in known:
+            raise RetrieverError(f"{name} pools by {modes}; mean and first (cls) are supported. Give pooling=mean or "
+                                 "pooling=first to overrule it.")
+        pooling = known[modes[0]]
+    if limits := _hub_file(name, "sentence_bert_config.json"):
+        most = json.loads(limits.read_text()).get("max_seq_length") or 512
+        encoder = replace(encoder, query_length=min(512, most), passage_length=min(384, most))
+    return replace(encoder, pooling=pooling or "mean")
+
+
+def _position_limit(config: Any) -> int:
+    """Tokens a model has positions for; RoBERTa's kind spends the first pad_token_id + 1 of them on padding."""
+    most = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    return most - (config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bar and its report on missing tensors: `load_encoder` judges those itself."""
+    from transformers.utils import logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Module, Any, Encoder]:
+    """Model (float32, eval), tokenizer and settings from a local folder or a hub name.
+
+    ANCE is recognised by its `embeddingHead`, everything else goes through `detect_encoder`; `overrides` are fields of
+    `Encoder`, None meaning "as detected".  Lengths never exceed the model's positions.  RetrieverError: no such model,
+    weights that lack a tensor, settings that don't fit the model.
+    """
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+    overrides = {k: v for k, v in overrides.items() if v is not None}
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        state = _state_dict(name) if config.model_type == "roberta" else {}
+        if "embeddingHead.weight" in state or overrides.get("pooling") == "ance":
+            if config.model_type != "roberta":
+                raise RetrieverError(f"pooling is 'ance', but {name} is a {config.model_type} model; ANCE is RoBERTa "
+                                     "with embeddingHead and norm. Set pooling=mean, or choose an ANCE checkpoint.")
+            model, encoder = ANCE(config), ANCE_ENCODER
+            model.load_strict(state, name)
+        else:
+            encoder = detect_encoder(name, overrides.get("pooling"))
+            with _quiet():
+                model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+            if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
+                raise RetrieverError(f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors): they would be "
+                                     "random. Use a whole checkpoint.")
+            if hasattr(model, "pooler"):
+                model.pooler = None  # never used, often not in the checkpoint and then random
+    except OSError as e:
+        raise RetrieverError(f"encoder {name!r} can't be loaded ({str(e).splitlines()[0]}); give a folder with its "
+                             "config.json, tokenizer and weights, or a hub name where the hub can be reached") from e
+    encoder = replace(encoder, name=name, **overrides)
+    if (encoder.pooling == "ance") != isinstance(model, ANCE):
+        raise RetrieverError(f"pooling is {encoder.pooling!r}, but {name} is an ANCE checkpoint with its own head; "
+                             "leave pooling unset")
+    most = _position_limit(config)
+    encoder = replace(encoder, query_length=min(encoder.query_length, most),
+                      passage_length=min(encoder.passage_length, most))
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return model.float().eval().to(device), tokenizer, encoder
+
+
+def fingerprint(model: nn.Module, tokenizer: Any) -> str:
+    """sha256 over what decides a vector: weights, form of the network, and what the tokenizer makes of a probe text."""
+    h = hashlib.sha256()
+    keys = ("model_type", "num_hidden_layers", "num_attention_heads", "hidden_act", "layer_norm_eps")
+    probe = "Où est-ce? The QUICK brown fox's 1,234 jumps; naïve 東京"
+    h.update(json.dumps([{k: getattr(model.config, k, None) for k in keys}, tokenizer(probe)["input_ids"]]).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        h.update(f"{name} {tuple(tensor.shape)}".encode())
+        h.update(tensor.detach().float().cpu().contiguous().numpy())
+    return h.hexdigest()
+
+
+def vector_size(model: nn.Module) -> int:
+    """D of a model's vectors."""
+    return model.embeddingHead.out_features if isinstance(model, ANCE) else model.config.hidden_size
+
+
+def truncate_ids(ids: list[int], max_length: int, end_ids: Iterable[int]) -> list[int]:
+    """`ids` cut to `max_length`; where they end in one of `end_ids` (</s>, [SEP]) the cut keeps that end as well."""
+    if len(ids) <= max_length:
+        return ids
+    return ids[:max_length - 1] + ids[-1:] if ids[-1] in end_ids else ids[:max_length]
+
+
+def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """(B, L, D) states and (B, L) mask → (B, D): the mean over masked-in positions; zeros for a row without any."""
+    mask = attention_mask.bool().unsqueeze(-1)
+    return hidden.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def pool(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, encoder: Encoder) -> Tensor:
+    """(B, L) ids and mask → (B, D) float32 vectors by the encoder's pooling, normalised where it says so."""
+    if encoder.pooling == "ance":
+        vectors = model(input_ids, attention_mask).float()
+    else:
+        hidden = model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
+        vectors = hidden[:, 0] if encoder.pooling == "first" else mean_pool(hidden, attention_mask)
+    return F.normalize(vectors, dim=-1) if encoder.normalise else vectors
+
+
+@torch.no_grad()
+def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Encoder | None = None, query: bool = False,
+           batch_tokens: int = 8192, ids: Sequence[str] | None = None, counts: dict | None = None,
+           progress: Progress | None = None) -> Tensor:
+    """`texts` → (len(texts), D) float32 on the CPU, in order.  Passages and queries go through here alike.
+
+    encoder: settings; by default ANCE's for an ANCE model, mean pooling and normalisation for any other
+    query: take the query side's prefix and length instead of the passage side's
+    batch_tokens: padded tokens of one batch; texts are sorted by length, so that little of it is padding
+    ids: passage ids; given, a NaN or infinite vector (also one beyond fp16) is a RetrieverError that names its passage
+    counts: a dict whose "truncated" is raised by the number of texts that were cut to the length
+    progress: to be told of every encoded text; by default one of its own
+
+    A text occurring several times is encoded once, so equal texts get equal vectors.  float32; on CUDA bf16 autocast.
+    """
+    encoder = encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
+    prefix, length = ((encoder.query_prefix, encoder.query_length) if query else
+                      (encoder.passage_prefix, encoder.passage_length))
+    length = min(length, _position_limit(model.config))
+    slot = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    distinct, ends = list(slot), set(tokenizer.all_special_ids)
+    tokens, cut = [], [False] * len(distinct)
+    for start in range(0, len(distinct), 1024):
+        batch = tokenizer([prefix + t for t in distinct[start:start + 1024]], verbose=False)["input_ids"]
+        for i, full in enumerate(batch, start):
+            tokens.append(truncate_ids(full, length, ends))
+            cut[i] = len(full) > length
+    if counts is not None:
+        counts["truncated"] = counts.get("truncated", 0) + sum(cut[slot[t]] for t in texts)
+
+    bar = progress or Progress(len(texts), "encode", "texts")
+    device, model = next(model.parameters()).device, model.eval()
+    pad = tokenizer.pad_token_id or 0  # masked; RoBERTa counts positions by it, and its tokenizer has it
+    out = torch.empty(len(distinct), vector_size(model))
+    order, start = sorted(range(len(distinct)), key=lambda i: -len(tokens[i])), 0
+    while start < len(order):
+        width = max(len(tokens[order[start]]), 1)
+        rows = order[start:start + max(batch_tokens // width, 1)]
+        input_ids = torch.full((len(rows), width), pad)
+        mask = torch.zeros_like(input_ids)
+        for r, i in enumerate(rows):
+            input_ids[r, :len(tokens[i])] = torch.tensor(tokens[i], dtype=torch.long)
+            mask[r, :len(tokens[i])] = 1  # by position, never by id
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out[rows] = pool(model, input_ids.to(device), mask.to(device), encoder).cpu()
+        start += len(rows)
+        bar.update(len(rows))
+    bar.update(len(texts) - len(distinct))
+    if progress is None:
+        bar.close()
+    vectors = out[[slot[t] for t in texts]] if len(texts) else out
+    if ids is not None:
+        refuse_nonfinite(vectors, ids)
+    return vectors
+
+
+def refuse_nonfinite(vectors: Tensor, ids: Sequence[str]) -> None:
+    """RetrieverError naming the first passage whose vector (M, D) is NaN, infinite or too large for fp16."""
+    bad = (~torch.isfinite(torch.as_tensor(vectors).half()).all(1)).nonzero()
+    if len(bad):
+        raise RetrieverError(f"the vector of passage {ids[int(bad[0])]!r} is not finite in fp16 ({len(bad)} such among "
+                             f"{len(ids)}) and can't be ranked. Look at that passage, or use another encoder.")
+
+
+# ------------------------------------------------------------------------------------------ end of the encoders' block
+
+FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
+BLOCK = 8192  # passages of one product
+Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
+
+
+def _padded(matrix: Tensor, multiple: int) -> Tensor:
+    """Rows of zeros below, up to a multiple.  At a ragged edge BLAS kernels use other instructions, which round
+    differently; on whole tiles equal vectors get bit-equal scores wherever they stand."""
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
+
+
+def _blocks(shards: Sequence, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    """(number of the first passage, passages m, (padded m, D) float32) of every block of the shards, in order."""
+    first = 0
+    for shard in shards:
+        for start in range(0, len(shard), BLOCK):
+            part = torch.as_tensor(shard[start:start + BLOCK])
+            yield first + start, len(part), _padded(part.to(device).float(), 64)
+        first += len(shard)
+
+
+def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
+    """(len(rows), D) float32: the vectors of the passages with those numbers."""
+    ends = np.cumsum([len(s) for s in shards])
+    out = torch.empty(len(rows), shards[0].shape[1])
+    which = np.searchsorted(ends, rows, side="right")
+    for s in np.unique(which):
+        inside = np.flatnonzero(which == s)
+        out[inside] = torch.as_tensor(shards[s][rows[inside] - (ends[s] - len(shards[s]))]).float().cpu()
+    return out
+
+
+def _place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
+    """The shards in the memory of a GPU where they fill at most half of what is free; else where they are."""
+    if device.type != "cuda" or sum(s.nbytes for s in shards) > torch.cuda.mem_get_info(device)[0] // 2:
+        return shards
+    return [torch.as_tensor(s).to(device) for s in shards]
+
+
+def _check_size(queries: Tensor, shards: Sequence) -> None:
+    if queries.shape[1] != shards[0].shape[1]:
+        raise RetrieverError(f"query vectors have {queries.shape[1]} dimensions, the index {shards[0].shape[1]}: both "
+                             "sides need one encoder. Take the encoder that built the index, or build it anew.")
+
+
+def _top(scores: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(Q, m) scores, (m,) place of each id among all → the k best by (score descending, id ascending), unordered."""
+    value, index = scores.topk(min(k, scores.shape[1]), dim=1)
+    last = value[:, -1:]
+    spilt = (scores == last).sum(1) > (value == last).sum(1)  # ties at the edge: topk took any of them
+    for q in spilt.nonzero()[:, 0].tolist():
+        above = index[q][value[q] > last[q]]
+        tied = (scores[q] == last[q]).nonzero()[:, 0]
+        index[q] = torch.cat([above, tied[order[tied].argsort()][:index.shape[1] - len(above)]])
+        value[q] = scores[q, index[q]]
+    return value, index
+
+
+@torch.no_grad()
+def exact_search(queries: Tensor, shards: Sequence, k: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best k of all passages by inner product, block by block: memory does not grow with M.
+
+    queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) int64, each id's place among all ids
+    → scores (Q, K), passage numbers (Q, K) with K = min(k, M), by (score descending, id ascending); (Q,) bool: NaN seen
+    """
+    _check_size(queries, shards)
+    n, padded = len(queries), _padded(queries, 8)
+    best = queries.new_empty(n, 0)
+    rows = torch.empty(n, 0, dtype=torch.long, device=queries.device)
+    failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
+    for first, m, block in _blocks(shards, queries.device):
+        scores = (padded @ block.T)[:n, :m]
+        failed |= scores.amax(1).isnan()
+        value, index = _top(scores, order[first:first + m], k)
+        best, rows = torch.cat([best, value], 1), torch.cat([rows, index + first], 1)
+        by_id = order[rows].argsort(dim=1)
+        best, rows = best.gather(1, by_id), rows.gather(1, by_id)
+        best, by_score = best.sort(dim=1, descending=True, stable=True)
+        best, rows = best[:, :k], rows.gather(1, by_score)[:, :k]
+    return best, rows, failed
+
+
+@torch.no_grad()
+def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence[int]], cutoff: int = 100) -> list:
+    """Rank of the best gold of every query among all M passages, without a top-k: product, comparison, count.
+
+    queries: (Q, D) float32; shards: as in `exact_search`; golds: Q non-empty lists of passage numbers
+    → Q entries: 1-based rank, None beyond `cutoff`, FAILED where a score is NaN
+
+    The comparison needs the gold's score before the pass that computes it.  It is first taken from a product of the
+    gold vectors alone, and the pass confirms it: where a bit differs, it is made again with the score it found itself.
+    """
+    _check_size(queries, shards)
+    n, device, padded = len(queries), queries.device, _padded(queries, 8)
+    pairs = [(q, row) for q, gold in enumerate(golds) for row in dict.fromkeys(gold)]  # P of them
+    pair_query, pair_row = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2).T  # (P,), (P,)
+    gold_score = torch.empty(len(pairs), device=device)
+    for start in range(0, len(pairs), BLOCK):
+        part = slice(start, start + BLOCK)
+        vectors = _padded(_take(shards, pair_row[part].cpu().numpy()).to(device), 64)
+        gold_score[part] = (padded @ vectors.T)[pair_query[part], torch.arange(len(pair_query[part]), device=device)]
+    for _ in range(3):
+        best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, pair_query, gold_score, "amax")  # (Q,)
+        count = torch.zeros(n, dtype=torch.long, device=device)
+        failed, seen = torch.zeros(n, dtype=torch.bool, device=device), torch.empty_like(gold_score)
+        for first, m, block in _blocks(shards, device):
+            scores = (padded @ block.T)[:n, :m]
+            failed |= scores.amax(1).isnan()
+            count += (scores >= best[:, None]).sum(1)
+            here = (pair_row >= first) & (pair_row < first + m)
+            seen[here] = scores[pair_query[here], pair_row[here] - first]
+            count.index_add_(0, pair_query[here], -(seen[here] >= best[pair_query[here]]).long())  # no gold counts
+        if bool(((seen == gold_score) | failed[pair_query]).all()):
+            break
+        gold_score = seen
+    else:
+        raise RuntimeError("the same product gave three different results: this machine's arithmetic can't rank")
+    return [FAILED if bad else c + 1 if c < cutoff else None for c, bad in zip(count.tolist(), failed.tolist())]
+
+
+def rrf(lists: Sequence[Sequence], k: int = 60, depth: int | None = None,
+        weights: Sequence[float] | None = None) -> Hits:
+    """Reciprocal rank fusion of ranked lists: the score of an id is the sum of weight / (k + its place in a list).
+
+    lists: best first, entries (id, score) or bare ids; their scores do not matter, a repeated id counts once, by its
+    best place.  depth: places used of each list (all by default).  → by (score descending, id ascending).
+    Cormack, Clarke, Büttcher 2009 (k = 60).  The sum is rounded once, so the order of the lists does not matter.
+    """
+    weights = [1.0] * len(lists) if weights is None else list(weights)
+    if len(weights) != len(lists):
+        raise RetrieverError(f"{len(weights)} weights for {len(lists)} lists: give one weight a list")
+    terms: dict[str, list[float]] = {}
+    for hits, weight in zip(lists, weights):
+        places = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
+        for place, id_ in enumerate(places, 1):
+            terms.setdefault(id_, []).append(weight / (k + place))
+    return sorted(((id_, math.fsum(t)) for id_, t in terms.items()), key=lambda hit: (-hit[1], hit[0]))
+
+
+# --------------------------------------------------------------------------------------------- corpora and ids on disk
+
+class PassageIds:
+    """The ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`; unique, free of blanks."""
+
+    def __init__(self, ids: Sequence[str]):
+        self._ids = list(ids)
+        self._position = {id_: i for i, id_ in enumerate(self._ids)}
+        if not self._ids:
+            raise RetrieverError("the corpus has no passages; an index needs at least one")
+        if len(self._position) < len(self._ids):
+            twice = next(id_ for i, id_ in enumerate(self._ids) if self._position[id_] != i)
+            raise RetrieverError(f"passage id {twice!r} occurs more than once; ids must be unique: rename or drop one")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: int) -> str:
+        return self._ids[i]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __contains__(self, id_: object) -> bool:
+        return id_ in self._position
+
+    def position(self, id_: str) -> int:
+        if id_ not in self._position:
+            raise RetrieverError(f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index the"
+                                 " corpus that the gold ids come from, or correct the id")
+        return self._position[id_]
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """(M,) int64: the place of each id in ascending order of ids, for ties."""
+        place = np.empty(len(self), dtype=np.int64)
+        place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
+        return place
+
+
+def _passages(corpus: str | os.PathLike | Sequence[Passage]) -> Iterator[Passage]:
+    return read_corpus(os.fspath(corpus)) if isinstance(corpus, (str, os.PathLike)) else iter(corpus)
+
+
+def _survey(corpus: str | os.PathLike | Sequence[Passage]) -> tuple[PassageIds, str]:
+    """One pass over a corpus: its ids and a sha256 over ids and contents, in order."""
+    h, ids = hashlib.sha256(), []
+    for passage in _passages(corpus):
+        if passage.id.split() != [passage.id]:
+            raise RetrieverError(f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a column "
+                                 "of TREC files. Rename it.")
+        ids.append(passage.id)
+        h.update(f"{passage.id}\x1f{passage.contents}\x1e".encode())
+    return PassageIds(ids), h.hexdigest()
+
+
+def _write_ids(folder: Path, ids: PassageIds) -> None:
+    with atomic_write(str(folder / "ids.txt")) as f:
+        f.writelines(f"{id_}\n" for id_ in ids)
+
+
+def _read_ids(folder: Path) -> PassageIds:
+    return PassageIds((folder / "ids.txt").read_text("utf-8").split("\n")[:-1])
+
+
+def _read_meta(folder: Path) -> dict | None:
+    """meta.json of an index folder; None where there is none."""
+    try:
+        return json.loads((folder / "meta.json").read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise RetrieverError(f"{folder}/meta.json is not valid JSON ({e}); delete the folder and build again") from e
+
+
+def _write_meta(folder: Path, meta: dict) -> None:
+    with atomic_write(str(folder / "meta.json")) as f:
+        json.dump(meta, f, indent=1, ensure_ascii=False)
+        f.write("\n")
+
+
+def _same(folder: Path, have: dict, want: dict, way_out: str) -> None:
+    """RetrieverError naming the first setting in which an index on disk differs from what is asked for."""
+    for key, value in want.items():
+        if have.get(key) != value:
+            raise RetrieverError(f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is {value!r}"
+                                 f"; they must be equal. {way_out}")
+
+
+@contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock (released by the system when the process dies) and clears what a killed build left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise RetrieverError(f"another process is building in {folder}; wait, or choose another folder") from e
+        for leftover in folder.iterdir():
+            if re.search(r"\.\d+\.tmp$", leftover.name):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------------------------------------------------- dense index
+
+@dataclass
+class Index:
+    """Vectors of a corpus: `shards`, memory-mapped arrays (M_i, D), row after row the passages of `ids`."""
+
+    ids: PassageIds
+    shards: list[np.ndarray]
+    meta: dict = field(default_factory=dict)
+    folder: str = "(in memory)"
+    encoded: int = 0  # passages that the call which returned this encoded itself
+
+    @property
+    def size(self) -> int:
+        return self.shards[0].shape[1]
+
+
+def _identity(model: nn.Module, tokenizer: Any, encoder: Encoder) -> dict:
+    """What of an encoder an index and its queries must share: all settings but the length of queries."""
+    settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
+    return {"dim": vector_size(model), **settings, "fingerprint": fingerprint(model, tokenizer)}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], model: nn.Module,
+                tokenizer: Any, encoder: Encoder | None = None, shard_size: int = 65536,
+                batch_tokens: int = 8192) -> Index:
+    """Encode a corpus (a file, or a list of Passage) into `folder`: fp16 `shard-00000.npy` …, `ids.txt`, `meta.json`.
+
+    A shard depends on its own passages alone, appears whole or not at all, and stands in meta.json with its checksum.
+    So a killed build, started again, goes on at the first missing shard and ends with the same bytes; a finished index
+    is checked and left alone.  RetrieverError: the folder holds the index of another corpus or encoder, or of other
+    settings; a vector that is not finite; an empty corpus; another build at work in the folder.
+    """
+    folder, encoder = Path(folder), encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
+    if shard_size < 1:
+        raise RetrieverError(f"shard_size is {shard_size}; a shard holds at least one passage. Usual is 65536.")
+    ids, corpus_print = _survey(corpus)
+    identity = {"format": "dense-1", "count": len(ids), "corpus": corpus_print, "shard_size": shard_size,
+                **_identity(model, tokenizer, encoder)}
+    with _only_builder(folder):
+        meta = _read_meta(folder)
+        if meta is None:
+            meta = identity | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
+                               "shards": []}
+            _write_ids(folder, ids)
+            _write_meta(folder, meta)
+        _same(folder, meta, identity, "Choose another folder, or delete this one.")
+        sound = [_sound(folder, entry) for entry in meta["shards"]]
+        if not all(sound):
+            meta |= {"shards": meta["shards"][:sound.index(False)], "complete": False}
+        done = sum(entry["rows"] for entry in meta["shards"])
+        rest, bar = islice(_passages(corpus), done, None), Progress(len(ids) - done, f"index {folder}")
+        while part := list(islice(rest, shard_size)):
+            counts: dict = {}
+            vectors = encode(model, tokenizer, [p.contents for p in part], encoder, batch_tokens=batch_tokens,
+                             ids=[p.id for p in part], counts=counts, progress=bar)
+            path = folder / f"shard-{len(meta['shards']):05d}.npy"
+            with atomic_write(str(path), "wb") as f:
+                np.save(f, vectors.half().numpy())
+            meta["shards"].append({"file": path.name, "rows": len(part), "truncated": counts["truncated"],
+                                   "sha256": _sha256(path)})
+            _write_meta(folder, meta)
+        bar.close()
+        if not meta["complete"]:
+            _write_meta(folder, meta | {"complete": True})
+    return replace(open_index(folder), encoded=len(ids) - done)
+
+
+def _sound(folder: Path, entry: dict) -> bool:
+    path = folder / entry["file"]
+    return path.is_file() and _sha256(path) == entry["sha256"]
+
+
+def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokenizer: Any = None,
+               encoder: Encoder | None = None) -> Index:
+    """Open a finished index, memory-mapped.  Given a model, also check that it is the one that built it.
+
+    RetrieverError: no index, an unfinished or damaged one, another model, tokenizer, pooling, prefix or length.
+    """
+    folder = Path(folder)
+    meta = _read_meta(folder)
+    if meta is None or meta.get("format") != "dense-1":
+        raise RetrieverError(f"there is no dense index at {folder}; build it with: python retriever.py kind=dense "
+                             f"corpus=FILE encoder=FOLDER index={folder.parent if folder.name == 'dense' else 'OUT'}")
+    if not meta["complete"]:
+        raise RetrieverError(f"the index at {folder} is unfinished ({sum(s['rows'] for s in meta['shards']):,} of "
+                             f"{meta['count']:,} passages); run the command that builds it again: it goes on there")
+    try:  # "c": private pages, so that torch may take the array without a copy; nothing is ever written
+        shards = [np.load(folder / s["file"], mmap_mode="c") for s in meta["shards"]]
+        ids = _read_ids(folder)
+    except (OSError, ValueError) as e:
+        raise RetrieverError(f"the index at {folder} is damaged ({e}); run the command that builds it again: it "
+                             "replaces what is missing") from e
+    if [s.shape for s in shards] != [(e["rows"], meta["dim"]) for e in meta["shards"]] or len(ids) != meta["count"]:
+        raise RetrieverError(f"the index at {folder} is damaged: its files hold {sum(map(len, shards)):,} vectors and "
+                             f"{len(ids):,} ids, meta.json says {meta['count']:,}. Delete it and build it again.")
+    if model is not None:
+        _check_encoder(folder, meta, model, tokenizer, encoder)
+    return Index(ids, shards, meta, str(folder))
+
+
+def _check_encoder(where: Any, meta: dict, model: nn.Module, tokenizer: Any, encoder: Encoder | None) -> None:
+    encoder = encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
+    _same(where, meta, _identity(model, tokenizer, encoder),
+          f"Open it with the encoder that built it ({meta.get('encoder') or 'unnamed'}), or build another index.")
+
+
+# ----------------------------------------------------------------------------------------------------------- retrievers
+
+def _gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Passage numbers of every query's golds; a bare string is a list of one."""
+    if len(queries) != len(gold_ids):
+        raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
+    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+    if empty := [i for i, g in enumerate(golds) if not g]:
+        raise RetrieverError(f"query {empty[0]} ({queries[empty[0]][:60]!r}) has no gold passage, so no rank; leave "
+                             "such queries out")
+    return [[ids.position(g) for g in gold] for gold in golds]
+
+
+def _check_k(k: int, name: str = "k") -> None:
+    if k < 1:
+        raise RetrieverError(f"{name} is {k}; it must be at least 1")
+
+
+class DenseRetriever:
+    """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads."""
+
+    def __init__(self, index: Index | str | os.PathLike, model: nn.Module, tokenizer: Any,
+                 encoder: Encoder | None = None, batch_tokens: int = 8192):
+        """index: a folder or what `open_index` gave; the rest: what `load_encoder` gave, checked against the index."""
+        self.index = index if isinstance(index, Index) else open_index(index)
+        self.model, self.tokenizer, self.encoder, self.batch_tokens = model, tokenizer, encoder, batch_tokens
+        if self.index.meta:
+            _check_encoder(self.index.folder, self.index.meta, model, tokenizer, encoder)
+        self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
+        self.shards = _place(self.index.shards, self.device)
+        self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
+        self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
+
+    def encode_queries(self, queries: Sequence[str]) -> Tensor:
+        """(Q, D) float32 on the encoder's device."""
+        with self._lock:
+            vectors = encode(self.model, self.tokenizer, queries, self.encoder, query=True,
+                             batch_tokens=self.batch_tokens, counts=self.counts)
+        return vectors.to(self.device)
+
+    def hits(self, queries: Sequence[str], k: int) -> list[Hits | None]:
+        """As `search`, with None for a query of which a score is NaN."""
+        _check_k(k)
+        out: list[Hits | None] = []
+        order = torch.from_numpy(self.passage_ids.order).to(self.device)
+        for part in self.encode_queries(queries).split(2048):
+            scores, rows, failed = exact_search(part, self.shards, k, order)
+            out += [None if bad else [(self.passage_ids[i], s) for i, s in zip(row, score)]
+                    for row, score, bad in zip(rows.tolist(), scores.tolist(), failed.tolist())]
+        return out
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """The min(k, M) best passages of every query, by (score descending, id ascending)."""
+        hits = self.hits(queries, k)
+        if None in hits:
+            bad = hits.index(None)
+            raise RetrieverError(f"query {bad} ({queries[bad][:60]!r}) has a NaN score, so no order; look at the "
+                                 "encoder's weights and at the index")
+        return hits
+
+    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
+        """Rank of the best gold of every query by the rule of order; None beyond `cutoff`, FAILED on NaN."""
+        _check_k(cutoff, "cutoff")
+        golds = _gold_positions(self.passage_ids, queries, gold_ids)
+        out: list = []
+        for part in self.encode_queries(queries).split(2048):
+            out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff)
+        return out
+
+
+def _check_bm25(k1: float, b: float) -> None:
+    if not (k1 >= 0 and 0 <= b <= 1):
+        raise RetrieverError(f"k1 is {k1}, b {b}; BM25 needs k1 >= 0 and 0 <= b <= 1. The usual values are 0.9 and 0.4 "
+                             "(QReCC 0.82 and 0.68).")
+
+
+ANALYSIS = {"words": r"(?u)\b\w\w+\b", "stop_words": "bm25s english (33)", "stemmer": "snowball english"}
+
+
+class EnglishTokenizer:
+    """Words of two and more characters in lower case, less English stop words, stemmed.  One object for both sides."""
+
+    def __init__(self):
+        import Stemmer
+        from bm25s.stopwords import STOPWORDS_EN
+        self._words, self._stop = re.compile(ANALYSIS["words"]).findall, frozenset(STOPWORDS_EN)
+        self._stemmer, self._lock = Stemmer.Stemmer("english"), threading.Lock()  # PyStemmer is not safe among threads
+
+    def __call__(self, text: str) -> list[str]:
+        words = [w for w in self._words(text.lower()) if w not in self._stop]
+        with self._lock:
+            return self._stemmer.stemWords(words)
+
+
+class BM25Retriever:
+    """BM25 as Lucene scores it, by bm25s: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b len/mean)).
+
+    A word that stands n times in the query counts n times.  Of a query the first `query_words` words (split at blanks)
+    are used; `counts["truncated"]` says how many queries were cut.  A score of 0 is no hit, in lists and in ranks.
+    Unlike in Lucene, passage lengths are exact, not rounded to one byte.  Safe to call from several threads.
+    """
+
+    def __init__(self, passages: Iterable[Passage], k1: float = 0.9, b: float = 0.4, query_words: int = 1024):
+        self._setup(k1, b, query_words)
+        ids: list[str] = []
+        self._documents: list[array] | None = []  # word numbers, kept so that k1 and b can change
+        for passage in passages:
+            ids.append(passage.id)
+            words = self._tokenizer(passage.contents)
+            self._documents.append(array("i", [self._vocabulary.setdefault(w, len(self._vocabulary)) for w in words]))
+        self.passage_ids = PassageIds(ids)
+        if not self._vocabulary:
+            raise RetrieverError(f"none of the {len(ids)} passages holds a word that can be indexed (two characters, no"
+                                 " stop word); look at the corpus file")
+        self._scorer, self._scored_with = None, None
+        self._score()
+
+    def _setup(self, k1: float, b: float, query_words: int) -> None:
+        _check_bm25(k1, b)
+        _check_k(query_words, "query_words")
+        self.k1, self.b, self.query_words = float(k1), float(b), query_words
+        self._tokenizer, self._vocabulary = EnglishTokenizer(), {}
+        self.counts: dict[str, int] = {"truncated": 0}
+        self._lock = threading.Lock()
+
+    def _score(self) -> Any:
+        """bm25s' scorer for the k1 and b of now: changing them takes effect at the next query."""
+        import bm25s
+        with self._lock:
+            if (self.k1, self.b) != self._scored_with:
+                if self._documents is None:
+                    raise RetrieverError(f"a saved BM25 index has its scores computed, with k1, b = {self._scored_with}"
+                                         f"; asked for are {(self.k1, self.b)}. Build another index with these.")
+                _check_bm25(self.k1, self.b)
+                scorer = bm25s.BM25(k1=self.k1, b=self.b, method="lucene")
+                words = bm25s.tokenization.Tokenized(ids=self._documents, vocab=dict(self._vocabulary))
+                scorer.index(words, create_empty_token=False, show_progress=sys.stderr.isatty())
+                self._scorer, self._scored_with = scorer, (self.k1, self.b)
+            return self._scorer
+
+    def scores(self, query: str) -> np.ndarray | None:
+        """(M,) float32 scores of all passages; None where no word of the query is in the corpus."""
+        words = query.split()
+        if len(words) > self.query_words:
+            with self._lock:
+                self.counts["truncated"] += 1
+            query = " ".join(words[:self.query_words])
+        known = [self._vocabulary[w] for w in self._tokenizer(query) if w in self._vocabulary]
+        return self._score().get_scores_from_ids(known) if known else None
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """The best k passages of every query whose score is above 0, by (score descending, id ascending)."""
+        _check_k(k)
+        done: dict[str, Hits] = {}
+        for query in dict.fromkeys(queries):
+            scores = self.scores(query)
+            found = np.flatnonzero(scores > 0) if scores is not None else []
+            if len(found) > k:
+                kth = np.partition(scores[found], -k)[-k]
+                found = found[scores[found] >= kth]
+            if len(found):
+                found = found[np.lexsort((self.passage_ids.order[found], -scores[found]))][:k]
+            done[query] = [(self.passage_ids[i], float(scores[i])) for i in found]
+        return [list(done[query]) for query in queries]
+
+    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
+        """Rank of the best gold of every query by the rule of order; None beyond `cutoff` or where its score is 0."""
+        _check_k(cutoff, "cutoff")
+        wanted = list(zip(queries, map(tuple, _gold_positions(self.passage_ids, queries, gold_ids))))
+        done: dict[tuple, int | None] = {}
+        for query, gold in dict.fromkeys(wanted):
+            scores, gold_rows = self.scores(query), list(dict.fromkeys(gold))
+            best = scores[gold_rows].max() if scores is not None else 0.0
+            rank = None
+            if best > 0:
+                rank = 1 + int((scores >= best).sum()) - int((scores[gold_rows] >= best).sum())
+            done[query, gold] = rank if rank is not None and rank <= cutoff else None
+        return [done[pair] for pair in wanted]
+
+    def _settings(self) -> dict:
+        return {"format": "bm25-1", "k1": self.k1, "b": self.b, "tokenizer": ANALYSIS,
+                "count": len(self.passage_ids)}
+
+    def save(self, folder: str | os.PathLike, corpus_print: str = "") -> None:
+        """Write the index to `folder`, whole or not at all; `BM25Retriever.open` maps it into memory."""
+        with atomic_folder(os.fspath(folder)) as temporary:
+            self._score().save(temporary, show_progress=False)
+            _write_ids(Path(temporary), self.passage_ids)
+            _write_meta(Path(temporary), self._settings() | {"corpus": corpus_print})
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike, k1: float = 0.9, b: float = 0.4, query_words: int = 1024) -> BM25Retriever:
+        """A saved index, memory-mapped.  RetrieverError: no index, another k1 or b, another tokenizer."""
+        import bm25s
+        folder, self = Path(folder), cls.__new__(cls)
+        meta = _read_meta(folder)
+        if meta is None or meta.get("format") != "bm25-1":
+            raise RetrieverError(f"there is no BM25 index at {folder}; build it with: python retriever.py kind=bm25 "
+                                 f"corpus=FILE index={folder.parent if folder.name == 'bm25' else 'OUT'}")
+        self._setup(k1, b, query_words)
+        self.passage_ids, self._documents = _read_ids(folder), None
+        _same(folder, meta, self._settings(), "Give the values it was built with, or build another index.")
+        self._scorer, self._scored_with = bm25s.BM25.load(folder, mmap=True, show_progress=False), (self.k1, self.b)
+        self._vocabulary = self._scorer.vocab_dict
+        return self
+
+
+class HybridRetriever:
+    """Reciprocal rank fusion of a dense retriever and BM25 over one corpus.
+
+    A list is `rrf` of the first `depth` of either side (BM25 hits with score 0 are none), ties by id.  In `gold_ranks`
+    a gold's place on either side is 1 + the other passages of the list that score at least as high (other golds left
+    out), the others keep their places, and fused ties count against the gold.  A gold in neither list has no rank.
+    """
+
+    def __init__(self, dense: DenseRetriever, bm25: BM25Retriever, depth: int = 100, k: int = 60,
+                 weights: Sequence[float] = (1.0, 1.0)):
+        if depth < 50:
+            raise RetrieverError(f"depth is {depth}; shorter lists lose what one side finds. Give 50 or more.")
+        if len(weights) != 2 or min(weights) < 0:
+            raise RetrieverError(f"weights are {list(weights)}; give two numbers from 0 up, for dense and BM25")
+        if len(dense.passage_ids) != len(bm25.passage_ids):
+            raise RetrieverError(f"the dense index holds {len(dense.passage_ids):,} passages, BM25 "
+                                 f"{len(bm25.passage_ids):,}; both must index one corpus. Build both with kind=hybrid.")
+        self.dense, self.bm25, self.depth, self.k, self.weights = dense, bm25, depth, k, tuple(weights)
+        self.passage_ids = dense.passage_ids
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """The k best of the fused list of every query; it has at most 2 · depth entries."""
+        _check_k(k)
+        both = zip(self.dense.search(queries, self.depth), self.bm25.search(queries, self.depth))
+        return [rrf(lists, self.k, weights=self.weights)[:k] for lists in both]
+
+    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
+        """Rank of the best gold of every query by the rule of the class; None beyond `cutoff`, FAILED on NaN."""
+        _check_k(cutoff, "cutoff")
+        golds = [{self.passage_ids[i] for i in rows} for rows in _gold_positions(self.passage_ids, queries, gold_ids)]
+        both = zip(self.dense.hits(queries, self.depth), self.bm25.search(queries, self.depth), golds)
+        return [FAILED if dense is None else self._rank((dense, sparse), gold, cutoff) for dense, sparse, gold in both]
+
+    def _rank(self, lists: Sequence[Hits], golds: set[str], cutoff: int) -> int | None:
+        others = [score for id_, score in rrf(lists, self.k, weights=self.weights) if id_ not in golds]
+        best = 0.0
+        for gold in golds:
+            terms = []
+            for hits, weight in zip(lists, self.weights):
+                if (own := dict(hits).get(gold)) is not None:
+                    place = 1 + sum(score >= own for id_, score in hits if id_ not in golds)
+                    terms.append(weight / (self.k + place))
+            best = max(best, math.fsum(terms))
+        rank = 1 + sum(score >= best for score in others)
+        return rank if best > 0 and rank <= cutoff else None
+
+
+# ------------------------------------------------------------------------------------------------- configuration, entry
+
+@dataclass
+class RetrieverConfig:
+    kind: Literal["bm25", "dense", "hybrid"] = "bm25"
+    """which retriever: words (bm25), vectors (dense), or both fused (hybrid)"""
+    corpus: str = ""
+    """corpus file (JSONL or TSV): what an index is built from; without a saved one, BM25 is built from it in memory"""
+    index: str = ""
+    """folder of saved indexes, with subfolders dense/ and bm25/"""
+    encoder: str = ""
+    """local folder or hub name of the encoder (ANCE, E5, MiniLM, …)"""
+    pooling: Literal["auto", "ance", "mean", "first"] = "auto"
+    """how token states become a vector; auto: as the model's files say"""
+    normalise: bool | None = None
+    """L2-normalise vectors; unset: as the model's files say"""
+    query_prefix: str | None = None
+    """text put before queries; unset: 'query: ' for E5, none otherwise"""
+    passage_prefix: str | None = None
+    """text put before passages; unset: 'passage: ' for E5, none otherwise"""
+    query_length: int | None = None
+    """tokens a query may have; unset: 512 or the model's limit"""
+    passage_length: int | None = None
+    """tokens a passage may have; unset: 384 or the model's limit"""
+    batch_tokens: int = 8192
+    """padded tokens of one encoder batch"""
+    shard_size: int = 65536
+    """passages of one index file; a killed build loses at most one of them"""
+    device: str = "auto"
+    """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
+    k1: float = 0.9
+    """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
+    b: float = 0.4
+    """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
+    query_words: int = 1024
+    """BM25: words of a query that are used"""
+    depth: int = 100
+    """hybrid: places used of either list, at least 50"""
+    rrf_k: int = 60
+    """hybrid: the constant of reciprocal rank fusion"""
+    weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    """hybrid: weights of dense and BM25"""
+
+
+def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder]:
+    if not cfg.encoder:
+        raise RetrieverError(f"kind={cfg.kind} needs an encoder: give encoder=FOLDER or a hub name")
+    return load_encoder(cfg.encoder, cfg.device, pooling=None if cfg.pooling == "auto" else cfg.pooling,
+                        normalise=cfg.normalise, query_prefix=cfg.query_prefix, passage_prefix=cfg.passage_prefix,
+                        query_length=cfg.query_length, passage_length=cfg.passage_length)
+
+
+def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | HybridRetriever:
+    """The retriever a config describes: its saved indexes, or BM25 in memory from the corpus where none is saved."""
+    def bm25() -> BM25Retriever:
+        folder = Path(cfg.index, "bm25")
+        if cfg.corpus and not (cfg.index and folder.is_dir()):
+            return BM25Retriever(read_corpus(cfg.corpus), cfg.k1, cfg.b, cfg.query_words)
+        if not cfg.index:
+            raise RetrieverError("BM25 has neither corpus nor index: give corpus=FILE, or index=FOLDER of a saved one")
+        return BM25Retriever.open(folder, cfg.k1, cfg.b, cfg.query_words)
+
+    def dense() -> DenseRetriever:
+        if not cfg.index:
+            raise RetrieverError(f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
+                                 "corpus=FILE encoder=FOLDER index=OUT, then give index=OUT")
+        index = open_index(Path(cfg.index, "dense"))  # before any model is loaded
+        return DenseRetriever(index, *_load(cfg), batch_tokens=cfg.batch_tokens)
+
+    if cfg.kind == "hybrid":
+        return HybridRetriever(dense(), bm25(), cfg.depth, cfg.rrf_k, cfg.weights)
+    return dense() if cfg.kind == "dense" else bm25()
+
+
+def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], k1: float = 0.9,
+               b: float = 0.4) -> tuple[int, int]:
+    """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where the same index stood there)."""
+    folder = Path(folder)
+    ids, corpus_print = _survey(corpus)
+    with _only_builder(folder.parent):
+        if (meta := _read_meta(folder)) is not None:
+            _same(folder, meta, {"corpus": corpus_print}, "Choose another folder, or delete this one.")
+            return len(BM25Retriever.open(folder, k1, b).passage_ids), 0
+        BM25Retriever(_passages(corpus), k1, b).save(folder, corpus_print)
+    return len(ids), len(ids)
+
+
+def main(cfg: RetrieverConfig) -> dict:
+    """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; what is finished there is left alone."""
+    if not cfg.corpus or not cfg.index:
+        raise RetrieverError(f"building needs corpus and index; corpus is {cfg.corpus!r}, index {cfg.index!r}. Give "
+                             "corpus=FILE index=FOLDER.")
+    if cfg.kind != "bm25" and not cfg.encoder:
+        _load(cfg)  # its error, before anything is built
+    started, dim, truncated = time.monotonic(), None, 0
+    count = indexed = 0
+    if cfg.kind != "dense":
+        count, indexed = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.k1, cfg.b)
+    if cfg.kind != "bm25":
+        index = build_index(Path(cfg.index, "dense"), cfg.corpus, *_load(cfg), cfg.shard_size, cfg.batch_tokens)
+        count, indexed, dim = len(index.ids), index.encoded, index.size
+        truncated = sum(shard["truncated"] for shard in index.meta["shards"])
+    seconds = time.monotonic() - started
+    size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())
+    return {"kind": cfg.kind, "index": cfg.index, "count": count, "dim": dim, "indexed": indexed,
+            "truncated": truncated, "seconds": round(seconds, 2),
+            "passages_per_s": round(indexed / max(seconds, 1e-9), 1), "bytes": size}
+
+
+if __name__ == "__main__":
+    run(RetrieverConfig, main)

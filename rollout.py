@@ -1,0 +1,547 @@
+"""Sampling: the embedded engine (plain PyTorch over a transformers model) and the training batch made of its rollouts.
+
+The engine sees token ids only: no template and no tag is known here, and ids that were sampled are never encoded again.
+What it saves over `transformers.generate`: the longest common prefix of all prompts of a call is computed once and its keys
+and values are stored once; every other prompt token is computed once for all samples of the prompt; sequences that finish
+leave the batch at once and waiting ones take their places; log-probabilities come from the logits that were sampled.
+
+Shapes: B sequences, T predicted positions, V vocabulary, R rows of the running batch, U prompts computed together,
+S positions, P length of the shared prefix, H query heads, K key/value heads, D head size, W = H / K.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+PREFILL_TOKENS = 4096  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
+BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
+CANDIDATES = 512  # most probable tokens looked at first for top_p; more are looked at where they don't reach it
+
+
+class RolloutError(ValueError):
+    """A request, rollout or weight set that cannot be used: the message says which, why and what to do."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one prompt. Raises RolloutError for values without a meaning."""
+
+    n: int = 1
+    """samples of the prompt"""
+    temperature: float = 1.0
+    """logits are divided by it; 0 is greedy"""
+    top_p: float = 1.0
+    """keep the most probable tokens up to this mass; 1 keeps all"""
+    max_tokens: int = 256
+    """new tokens at most, the end token included"""
+    stop: tuple[str, ...] = ()
+    """texts that end the response; the tokens that hold them are kept"""
+    seed: int | None = None
+    """draws depend on the seed, the prompt, the sample's index and the position alone; None draws one from torch's generator"""
+
+    def __post_init__(self):
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise RolloutError(f"stop={self.stop!r}: expected a tuple of non-empty strings; write stop=('</search>',)")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name, ok, rule in (("n", self.n >= 1, "at least 1"), ("max_tokens", self.max_tokens >= 1, "at least 1"),
+                               ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or above"),
+                               ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")):
+            if not ok:
+                raise RolloutError(f"{name}={getattr(self, name)}: {name} is {rule}")
+
+
+@dataclass
+class Rollout:
+    """One sampled response. The lists beside `response_ids` have its length."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]  # as sampled, end token included
+    logprobs: list[float]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: renormalised over what was kept)
+    loss_mask: list[int]  # 1 where the model wrote the token
+    group_id: int  # index of the prompt in the call
+    end: str  # "eos", "stop", "length", or "engine_error": non-finite logits, to be excluded and counted, never scored
+
+
+@dataclass
+class RolloutBatch:
+    """Rollouts as tensors, padded on the right. The shift by one is done here, once: nothing after it slices again."""
+
+    tokens: Tensor  # (B, T+1) int64, prompt then response
+    attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens: by position, so pad may equal EOS
+    loss_mask: Tensor  # (B, T) float32, entry t is 1 where the model wrote tokens[t+1] and it is trained
+    logprobs: Tensor  # (B, T) float32, the engine's, 0 where loss_mask is 0
+    advantages: Tensor  # (B,) float32
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: torch.device) -> RolloutBatch:
+        """The same batch on another device."""
+        return RolloutBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """Copies of the given rows (M,) int64, cut to the longest of them."""
+        end = int(self.attention_mask[rows].sum(-1).max())
+        return RolloutBatch(self.tokens[rows, :end], self.attention_mask[rows, :end], self.loss_mask[rows, :end - 1],
+                            self.logprobs[rows, :end - 1], self.advantages[rows])
+
+
+def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int) -> RolloutBatch:
+    """The training batch of B rollouts and their B advantages. Raises RolloutError where lengths don't fit together."""
+    if not rollouts or len(rollouts) != len(advantages):
+        raise RolloutError(f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs one advantage for each of "
+                           "at least one rollout")
+    width = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+    tokens = torch.full((len(rollouts), width), pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(tokens)
+    loss_mask = torch.zeros(len(rollouts), width - 1)
+    logprobs = torch.zeros(len(rollouts), width - 1)
+    for i, r in enumerate(rollouts):
+        p, n = len(r.prompt_ids), len(r.response_ids)
+        if p == 0 or len(r.logprobs) != n or len(r.loss_mask) != n:
+            raise RolloutError(f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} log-probabilities and "
+                               f"{len(r.loss_mask)} mask entries: the prompt is not empty and the last three agree")
+        tokens[i, :p + n] = torch.tensor(r.prompt_ids + r.response_ids)
+        attention_mask[i, :p + n] = 1
+        mask = torch.tensor(r.loss_mask, dtype=torch.float32)
+        loss_mask[i, p - 1:p - 1 + n] = mask  # the token at p + j is predicted at entry p + j - 1
+        logprobs[i, p - 1:p - 1 + n] = torch.where(mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0)
+    return RolloutBatch(tokens, attention_mask, loss_mask, logprobs,
+                        torch.as_tensor(advantages, dtype=torch.float32).detach().clone())
+
+
+class _KVCache:
+    """Keys and values of one running batch: those of the shared prefix once, those of each row in its own slot.
+
+    A row's positions start at slot position 0 (padding is behind them), whatever the length of the others.
+    """
+
+    def __init__(self, rows: int, capacity: int):
+        self.rows, self.capacity = rows, capacity
+        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (1, K, P, D) keys and values
+        self.slots: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (rows, K, capacity, D), allocated by the first prompt
+        self.lengths: list[int] = []  # positions in use, of the rows that run
+        self.prefix_length = 0
+
+    def begin_prefix(self) -> None:
+        self.write = self._write_prefix
+
+    def begin_prompts(self, source: list[int], lengths: list[int], positions: int, device: torch.device) -> None:
+        """The next pass computes U prompts padded to `positions`; new row i takes over prompt source[i]."""
+        self.source, self.first = torch.tensor(source, device=device), len(self.lengths)
+        self.lengths += [lengths[u] for u in source]
+        causal = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
+        self.mask = nn.functional.pad(causal, (self.prefix_length, 0), value=True)  # (S, P+S)
+        self.write = self._write_prompts
+
+    def begin_step(self, device: torch.device) -> Tensor:
+        """The next pass computes one token a row; returns their positions (R, 1)."""
+        self.at = torch.tensor(self.lengths, device=device)
+        self.lengths = [n + 1 for n in self.lengths]
+        longest = max(self.lengths)
+        self.hidden = torch.arange(longest, device=device) > self.at[:, None]  # (R, S) not there yet, or another's remains
+        self.index = torch.arange(len(self.lengths), device=device)
+        self.write = self._write_step
+        return self.at[:, None] + self.prefix_length
+
+    def _write_prefix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.prefix[layer] = (k, v)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    def _write_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if layer not in self.slots:
+            self.slots[layer] = tuple(x.new_empty(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (k, v))
+        joined = slice(self.first, len(self.lengths))
+        for slot, x in zip(self.slots[layer], (k, v)):
+            slot[joined, :, :x.shape[2]] = x[self.source]
+        self.slots[layer][1][joined, :, k.shape[2]:] = 0  # a weight of 0 does not hide a NaN that was left there
+        if self.prefix_length:
+            k, v = (torch.cat([p.expand(len(k), -1, -1, -1), x], dim=2) for p, x in zip(self.prefix[layer], (k, v)))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=True)
+
+    def _write_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of one query a row. The W query heads of a key/value head become W queries, so nothing is repeated."""
+        (rows, heads, _, d), n_kv = q.shape, k.shape[1]
+        own_k, own_v = self.slots[layer]
+        own_k[self.index, :, self.at], own_v[self.index, :, self.at] = k[:, :, 0], v[:, :, 0]
+        own_k, own_v = (x[:rows, :, :self.hidden.shape[1]] for x in (own_k, own_v))
+        q = q.view(rows, n_kv, heads // n_kv, d) * scale
+        scores = (q @ own_k.transpose(2, 3)).masked_fill_(self.hidden[:, None, None], float("-inf"))  # (R, K, W, S)
+        if not self.prefix_length:
+            return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ own_v).view(rows, heads, 1, d)
+        prefix_k, prefix_v = (x[0] for x in self.prefix[layer])  # (K, P, D)
+        folded = q.transpose(0, 1).reshape(n_kv, -1, d)  # all rows' queries against the one prefix: (K, R*W, D)
+        shared = (folded @ prefix_k.transpose(1, 2)).view(n_kv, rows, -1, self.prefix_length).transpose(0, 1)
+        weights = torch.cat([shared, scores], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)  # (R, K, W, P+S)
+        shared = weights[..., :self.prefix_length].transpose(0, 1).reshape(n_kv, -1, self.prefix_length) @ prefix_v
+        out = weights[..., self.prefix_length:] @ own_v + shared.view(n_kv, rows, -1, d).transpose(0, 1)
+        return out.reshape(rows, heads, 1, d)
+
+    def keep(self, kept: list[int]) -> list[int]:
+        """Drop all rows but `kept`; returns the order in which they now stand. Moves no more rows than were dropped."""
+        order, tail = list(range(len(kept))), [i for i in kept if i >= len(kept)]
+        holes = sorted(set(order) - set(kept))
+        for hole, last in zip(holes, tail):
+            order[hole] = last
+        if holes:
+            used = max(self.lengths)
+            for slots in self.slots.values():
+                for slot in slots:
+                    slot[holes, :, :used] = slot[tail, :, :used]
+        self.lengths = [self.lengths[i] for i in order]
+        return order
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+               scaling: float, kv: _KVCache, **kwargs) -> tuple[Tensor, None]:
+    """transformers' attention interface over `_KVCache`: query (B, H, S, D) → (B, S, H, D)."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise RolloutError(f"{type(module).__name__} uses {name}, which TorchEngine does not compute; use a Qwen2/2.5/3, Llama "
+                               "or SmolLM2 model")
+    return kv.write(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register("rollout", _attention)
+
+
+def sample_tokens(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution at `uniform`; greedy where the temperature is 0.
+
+    logits (R, V) float32, temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64, logprobs (R,) float32:
+    log_softmax(logits / temperature) (temperature 1 for greedy rows), renormalised over the kept tokens where top_p < 1.
+    A row with NaN or infinite logits has a NaN log-probability and a meaningless id. A token of probability 0 is never drawn.
+    """
+    greedy = temperature == 0
+    logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)  # (R, V); NaN all over where one logit is
+    if bool(greedy.any()):
+        ids = logp.argmax(-1)
+    if not bool(greedy.all()):
+        drawn = _invert(logp.exp(), uniform)
+        ids = torch.where(greedy, ids, drawn) if bool(greedy.any()) else drawn
+    logprobs = logp.gather(-1, ids[:, None]).squeeze(-1)
+    nucleus = ((top_p < 1) & ~greedy).nonzero().squeeze(-1)  # rows
+    if len(nucleus):
+        ids[nucleus], logprobs[nucleus] = _sample_nucleus(logp[nucleus], top_p[nucleus], uniform[nucleus])
+    return ids, logprobs
+
+
+def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """(R, V) weights, (R,) in [0, 1) → (R,) first index whose cumulative weight lies above uniform × total.
+
+    Two steps, blocks and then the tokens of one: cumulative sums over all of V in float64 cost as much as two decoder layers.
+    """
+    rows, size = probabilities.shape
+    blocks = nn.functional.pad(probabilities, (0, -size % BLOCK)).view(rows, -1, BLOCK)
+    block, uniform = _first_above(blocks.sum(-1).double(), uniform)
+    token, _ = _first_above(blocks[torch.arange(rows, device=block.device), block].double(), uniform)
+    return (block * BLOCK + token).clamp_(max=size - 1)  # the clamp matters for NaN weights only
+
+
+def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, N) float64 weights → (R,) first index whose cumulative weight lies above uniform × total, and how far into it."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=weights.shape[1] - 1)
+    weight, above = weights.gather(-1, index).squeeze(-1), cumulative.gather(-1, index).squeeze(-1)
+    return index.squeeze(-1), ((target - (above - weight)) / weight).clamp(0, 1)
+
+
+def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` among the fewest most probable tokens whose mass reaches top_p (at least one)."""
+    count = CANDIDATES
+    while True:
+        count = min(count, logprobs.shape[1])
+        top, order = logprobs.topk(count, dim=-1)  # (R, count), descending
+        before = top.exp().cumsum(-1, dtype=torch.float64) - top.exp()  # mass of the more probable tokens
+        if count == logprobs.shape[1] or bool((before[:, -1] >= top_p).all()):
+            break
+        count *= 8
+    kept = top.masked_fill(before >= top_p[:, None], float("-inf"))
+    kept[:, 0] = top[:, 0]
+    choice = _invert(kept.exp(), uniform)[:, None]
+    return order.gather(-1, choice).squeeze(-1), (kept.gather(-1, choice) - kept.logsumexp(-1, keepdim=True)).squeeze(-1)
+
+
+@dataclass
+class _Request:
+    """One response in the making."""
+
+    rollout: Rollout
+    sampling: Sampling
+    draws: random.Random
+    place: int  # in the result
+    stop_window: int = 0  # last tokens that can hold a stop string
+
+
+@dataclass
+class GenerateStats:
+    """What the last `generate` did."""
+
+    seconds: float = 0.0
+    prompt_tokens: int = 0  # computed, not given: shared tokens count once
+    sampled_tokens: int = 0
+    steps: int = 0
+
+
+class TorchEngine:
+    """Samples from a transformers causal LM that it owns; runs on the model's device, in the model's dtype.
+
+    `eos_ids`: every id that ends a response (lists of a generation config included). `pad_id` fills unused positions and is
+    never looked at. `tokenizer` is needed for stop strings only. `max_batch` rows run at the same time.
+    """
+
+    def __init__(self, model: nn.Module, eos_ids: Iterable[int], pad_id: int, tokenizer=None, max_batch: int = 64):
+        vocabulary = model.get_input_embeddings().num_embeddings
+        eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
+        for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
+            if not 0 <= token < vocabulary:
+                raise RolloutError(f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
+                                   "for padding for example")
+        if max_batch < 1:
+            raise RolloutError(f"max_batch={max_batch}: at least one row has to run")
+        self.model = model.eval().requires_grad_(False)
+        self.eos_ids, self.pad_id, self.tokenizer, self.max_batch = frozenset(eos_ids), pad_id, tokenizer, max_batch
+        self.vocabulary = vocabulary
+        limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")]
+        self.max_length = min((x for x in limits if x), default=1 << 30)  # a window never slides: sequences end before it
+        self.stats = GenerateStats()
+        self._asleep, self._half_copied = False, False
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    # ---- generate
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling],
+                 progress: Callable[[int, int, float], None] | None = None) -> list[Rollout]:
+        """Sample every prompt (a list of token ids); returns sum(n) rollouts, the samples of a prompt side by side.
+
+        `sampling`: one for all prompts or one a prompt. `progress(finished, total, tokens_per_second)` is called now and then.
+        Raises RolloutError before anything runs: an empty or over-long prompt, an unknown id, stop strings without tokenizer;
+        and on an engine that sleeps or whose last weight sync failed.
+        """
+        if self._asleep or self._half_copied:
+            raise RolloutError("the engine's last weight sync failed; sync the full set of weights again" if self._half_copied else
+                               "the engine sleeps; call wake() before generate()")
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        prompts = [list(p) for p in prompts]
+        self._check(prompts, samplings)
+        self.stats, started = GenerateStats(), time.perf_counter()
+        waiting: dict[tuple[int, ...], list[_Request]] = {}  # equal prompts are one
+        requests = []
+        for group_id, (prompt, s) in enumerate(zip(prompts, samplings)):
+            seed = s.seed if s.seed is not None else int(torch.randint(2**63 - 1, ()))
+            window = max((len(x.encode()) for x in s.stop), default=0) + 8  # a token holds a byte at least; the rest is slack
+            for i in range(s.n):
+                requests.append(_Request(Rollout(prompt, [], [], [], group_id, ""), s, random.Random(f"{seed}/{i}/{prompt}"),
+                                         len(requests), window))
+                waiting.setdefault(tuple(prompt), []).append(requests[-1])
+
+        def report() -> None:
+            self.stats.seconds = time.perf_counter() - started
+            if progress is not None:
+                progress(sum(bool(r.rollout.end) for r in requests), len(requests), self.stats.sampled_tokens / self.stats.seconds)
+
+        # A group larger than the batch runs alone: its whole prompt is then the shared prefix, computed once for all passes.
+        large = [p for p, group in waiting.items() if len(group) > self.max_batch]
+        shared = sorted((p for p in waiting if p not in large), key=len, reverse=True)
+        implementation = self.model.config._attn_implementation
+        self.model.set_attn_implementation("rollout")
+        try:
+            for batch in [[p] for p in large] + [shared] * bool(shared):
+                self._run([(p, waiting[p]) for p in batch], report)
+        finally:
+            self.model.set_attn_implementation(implementation)
+        report()
+        return [r.rollout for r in requests]
+
+    def _check(self, prompts: list[list[int]], samplings: list[Sampling]) -> None:
+        if len(prompts) != len(samplings):
+            raise RolloutError(f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt")
+        for i, (prompt, s) in enumerate(zip(prompts, samplings)):
+            if not prompt:
+                raise RolloutError(f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow")
+            if len(prompt) + s.max_tokens > self.max_length:
+                raise RolloutError(f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the model's "
+                                   f"{self.max_length} positions. Filter or shorten long prompts, or lower max_tokens")
+            if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+                raise RolloutError(f"prompt {i} holds an id outside the vocabulary of {self.vocabulary}: encode it with the model's "
+                                   "own tokenizer")
+            if s.stop and self.tokenizer is None:
+                raise RolloutError(f"prompt {i} has stop strings {s.stop}, which are matched on decoded text: give the engine a tokenizer")
+
+    def _run(self, groups: list[tuple[tuple[int, ...], list[_Request]]], report: Callable[[], None]) -> None:
+        """Sample all requests of `groups` (prompt, its requests); groups join whenever enough rows are free."""
+        total = sum(len(requests) for _, requests in groups)
+        rows = min(self.max_batch, total)
+        shared = _common_prefix([p for p, _ in groups])
+        longest = max(len(p) - shared + max(r.sampling.max_tokens for r in requests) for p, requests in groups)
+        cache = _KVCache(rows, longest)
+        if shared:
+            cache.begin_prefix()
+            self._hidden([groups[0][0][:shared]], torch.arange(shared, device=self.device)[None], cache)
+            cache.prefix_length = shared
+        if len(groups) == 1:  # may be larger than the batch: cut it
+            prompt, requests = groups[0]
+            groups = [(prompt, requests[i:i + rows]) for i in range(0, total, rows)]
+        active: list[_Request] = []
+        while groups or active:
+            # Joining is worth a pass of its own once a quarter of the batch is free.
+            if groups and rows - len(active) >= min(max(len(groups[0][1]), rows // 4), rows):
+                logits, joined = self._join(groups, rows - len(active), cache)
+                stay = self._sample(logits, joined)
+                cache_rows = list(range(len(active))) + [len(active) + i for i in stay]
+                active = self._keep(active + joined, cache_rows, cache)
+            if not active:
+                continue
+            positions = cache.begin_step(self.device)
+            last = [[r.rollout.response_ids[-1]] for r in active]
+            stay = self._sample(self._logits(self._hidden(last, positions, cache)[:, 0]), active)
+            self.stats.steps += 1
+            if len(stay) < len(active) or self.stats.steps % 16 == 0:
+                report()
+            active = self._keep(active, stay, cache)
+
+    def _keep(self, active: list[_Request], stay: list[int], cache: _KVCache) -> list[_Request]:
+        return active if len(stay) == len(active) else [active[i] for i in cache.keep(stay)]
+
+    def _join(self, groups: list[tuple[tuple[int, ...], list[_Request]]], free: int, cache: _KVCache) -> tuple[Tensor, list[_Request]]:
+        """Take as many of the first groups as fit, compute their prompts behind the shared prefix.
+
+        Returns the logits of the first new token (rows, V), and the requests of those rows.
+        """
+        taken: list[tuple[list[int], list[_Request]]] = []
+        logits, joined = [], []
+        while groups and len(groups[0][1]) <= free:
+            prompt, requests = groups.pop(0)
+            free -= len(requests)
+            taken.append((list(prompt[cache.prefix_length:]), requests))
+        while taken:
+            width = len(taken[0][0])  # the longest comes first
+            part, taken = taken[:max(1, PREFILL_TOKENS // width)], taken[max(1, PREFILL_TOKENS // width):]
+            source = [u for u, (_, requests) in enumerate(part) for _ in requests]
+            lengths = [len(p) for p, _ in part]
+            cache.begin_prompts(source, lengths, width, self.device)
+            ids = [p + [self.pad_id] * (width - len(p)) for p, _ in part]
+            positions = torch.arange(width, device=self.device)[None] + cache.prefix_length
+            hidden = self._hidden(ids, positions.expand(len(part), -1), cache)
+            last = torch.tensor(lengths, device=self.device) - 1
+            self.stats.prompt_tokens -= width * len(part) - sum(lengths)  # padding is no prompt token
+            logits.append(self._logits(hidden[torch.arange(len(part), device=self.device), last])[source])
+            joined += [r for _, requests in part for r in requests]
+        return torch.cat(logits), joined
+
+    def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, cache: _KVCache) -> Tensor:
+        """(B, S) ids at (B, S) positions → (B, S, hidden size) last hidden states; keys and values go to the cache."""
+        tokens = torch.tensor(ids, device=self.device)
+        if tokens.shape[1] > 1 or cache.write == cache._write_prompts:
+            self.stats.prompt_tokens += tokens.numel()
+        return self.model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(R, hidden size) → (R, V) float32."""
+        return self.model.get_output_embeddings()(hidden).float()
+
+    def _sample(self, logits: Tensor, requests: list[_Request]) -> list[int]:
+        """Append one token to every request; returns the indices of those that go on."""
+        options = torch.tensor([[r.sampling.temperature, r.sampling.top_p] for r in requests], device=self.device)
+        uniform = torch.tensor([r.draws.random() for r in requests], dtype=torch.float64, device=self.device)
+        ids, logprobs = sample_tokens(logits, options[:, 0], options[:, 1], uniform)
+        stay = []
+        for i, (r, token, logprob) in enumerate(zip(requests, ids.tolist(), logprobs.tolist())):
+            out = r.rollout
+            if logprob != logprob:  # NaN: what came out of the model is no distribution
+                out.end = "engine_error"
+                continue
+            self.stats.sampled_tokens += 1
+            out.response_ids.append(token)
+            out.logprobs.append(logprob)
+            out.loss_mask.append(1)
+            if token in self.eos_ids:
+                out.end = "eos"
+            elif r.sampling.stop and self._stopped(r):
+                out.end = "stop"
+            elif len(out.response_ids) == r.sampling.max_tokens:
+                out.end = "length"
+            else:
+                stay.append(i)
+        return stay
+
+    def _stopped(self, request: _Request) -> bool:
+        text = self.tokenizer.decode(request.rollout.response_ids[-request.stop_window:], skip_special_tokens=False,
+                                     clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in request.sampling.stop)
+
+    # ---- weights and memory
+
+    @torch.no_grad()
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy (Hugging Face name, full tensor) pairs into the engine, cast to its dtype; the source is only read.
+
+        Wrapper parts of the names are dropped (`hf_name`). A tied head needs one of its names. Raises RolloutError for an
+        unknown name, a wrong shape, a tied pair with two values, and for what is missing at the end. The tensors come as a
+        stream, so an error may leave some of them copied: the engine then refuses to generate until a sync succeeds.
+        """
+        self._half_copied = True
+        targets = self.model.state_dict()
+        written: set[int] = set()
+        for given, tensor in named_tensors:
+            name = hf_name(given)
+            target = targets.get(name)
+            if target is None:
+                raise RolloutError(f"weight {given!r} (read as {name!r}) is unknown to the engine's {type(self.model).__name__}: send "
+                                   "merged full weights under their Hugging Face names")
+            if target.shape != tensor.shape:
+                raise RolloutError(f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}: send full "
+                                   "(unsharded) tensors of the same architecture")
+            if target.data_ptr() in written and not torch.equal(target, tensor.to(target.device, target.dtype)):
+                raise RolloutError(f"weight {name!r} is tied in the engine, and its other name brought other values: build the engine "
+                                   "from a config with tie_word_embeddings=false")
+            target.copy_(tensor)
+            written.add(target.data_ptr())
+        missing = [name for name, target in targets.items() if target.data_ptr() not in written]
+        if missing:
+            raise RolloutError(f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them")
+        self._half_copied = False
+
+    def sleep(self) -> None:
+        """Give memory back for training; `generate` refuses until `wake`. No cache outlives a call, so freed blocks are all there is."""
+        self._asleep = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._asleep = False
+
+
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"}
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a parameter seen through DDP, FSDP, torch.compile, checkpointing or PEFT wrappers."""
+    parts = [p for p in name.split(".") if p not in _WRAPPERS]
+    if parts[0] == "module":
+        parts = parts[1:]
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(parts)
+
+
+def _common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """Length of the longest common prefix that leaves every prompt at least one token."""
+    low, high = min(prompts), max(prompts)  # whatever all share, the lexicographic extremes share
+    limit = min(map(len, prompts)) - 1
+    return next((i for i in range(limit) if low[i] != high[i]), limit)

@@ -1,0 +1,558 @@
+"""Supervised fine-tuning, and the self-driven warm-up that makes its targets (arXiv 2505.15776, section 3.3).
+
+`stage=sample`: the model answers the train turns with the few-shot prompt (through infer.py: sharded, restartable) and
+well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
+record in `<output>/records.jsonl`, at most keep_per_turn a turn, best rank first, then first sampled.  `stage=train`:
+records are trained with the zero-shot prompt, so what the examples showed moves into the weights.  `stage=all`: both.
+
+Differs from the original's trainer in: the loss of a step is a sum over trained tokens divided by one count over all
+micro-batches and processes; the last incomplete batch of an epoch is trained, with its own count; rows are padded to
+the longest of a micro-batch; over-long rows are dropped and counted, not cut; the held-out set shares no conversation
+with the training set, and the epoch with its lowest loss is exported; a killed run resumes exactly.
+
+Written to `output`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder,
+float32), result.json, config.yaml.  Shapes: B sequences, T predicted positions, U kept positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import glob
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import data
+import distributed as D
+import infer
+from config import ConfigError, run, save_config
+from data import DataError, Turn
+from distributed import Dist, print0
+from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, token_logprobs
+from retriever import RetrieverConfig, open_retriever
+
+
+@dataclass
+class SFTConfig:
+    stage: Literal["all", "sample", "train"] = "all"
+    """sample: write records; train: fine-tune on records; all: one after the other"""
+    model: str = ""
+    """Hugging Face folder or hub name of an instruct model: it is sampled from and fine-tuned"""
+    output: str = ""
+    """folder of this run"""
+    overwrite: bool = False
+    """remove what an earlier run of the same stage left in `output`"""
+    seed: int = 0
+    """of the draws, the choice of turns, the held-out split and the order of training"""
+
+    turns: str = ""
+    """sample: turns file with gold passages"""
+    examples: str = ""
+    """sample: few-shot examples (JSONL with context, question, think, rewrite)"""
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    """sample: what ranks the gold passages"""
+    max_turns: int | None = None
+    """sample: use so many turns, drawn with the seed; unset: all"""
+    samples_per_turn: int = 1
+    """sample: responses a turn"""
+    temperature: float = 0.7
+    """sample: logits are divided by it"""
+    max_tokens: int = 1024
+    """sample: new tokens of a response at most"""
+    max_prompt_tokens: int = 4096
+    """sample: turns with a longer few-shot prompt are not sampled, and counted"""
+    max_rank: int = 1
+    """sample: keep responses whose gold passage is at this rank or above"""
+    keep_per_turn: int = 1
+    """sample: keep so many different responses of a turn; all but the first get query ids <id>#<sample>"""
+    chunk: int = 64
+    """sample: turns between two writes"""
+    sample_batch_size: int = 64
+    """sample: responses sampled at the same time"""
+
+    records: str = ""
+    """train: turns file with `response`; empty: what stage=sample wrote to `output`"""
+    target: Literal["response", "rewrite"] = "response"
+    """train: on `response`, or on the human `rewrite`, its think block made of the words it adds to the question"""
+    max_length: int = 3072
+    """train: longer rows (prompt and response, in tokens) are dropped and counted"""
+    heldout_fraction: float = 0.1
+    """train: share of the conversations that is held out: above 0 at least one, of two or more"""
+    epochs: int = 2
+    """train: passes over the records"""
+    sequences_per_step: int = 64
+    """train: sequences of an optimizer step, over all processes; the last step of an epoch takes what is left"""
+    micro_batch_size: int = 8
+    """train: sequences of one forward and backward pass; changes speed and memory, not the result"""
+    lr: float = 1e-5
+    """train: peak learning rate"""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """train: what follows the warm-up"""
+    warmup_fraction: float = 0.1
+    """train: share of the steps with a rising learning rate"""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """train: AdamW's"""
+    weight_decay: float = 0.01
+    """train: AdamW's"""
+    max_grad_norm: float = 1.0
+    """train: gradients are scaled down to this norm"""
+    max_bad_steps: int = 3
+    """train: a step with a gradient that is not finite is skipped; so many in a row end the run"""
+    gradient_checkpointing: bool = False
+    """train: recompute activations in the backward pass (less memory, a third more time)"""
+    save_every: int = 50
+    """train: steps between checkpoints; there is one after every epoch too"""
+    keep_checkpoints: int = 2
+    """train: how many of the newest stay"""
+
+
+SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_tokens", "max_prompt_tokens", "max_rank",
+               "keep_per_turn")
+TRAIN_KEYS = ("seed", "target", "max_length", "heldout_fraction", "epochs", "sequences_per_step", "lr", "schedule",
+              "warmup_fraction", "betas", "weight_decay", "max_grad_norm")  # what changes the result
+
+
+class Diverged(RuntimeError):
+    """The gradient was not finite several times in a row; checkpoints are intact."""
+
+    exit_status = 3
+
+
+def begin_stage(cfg: SFTConfig, where: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
+    """Make `output` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
+    if where.rank == 0:
+        os.makedirs(cfg.output, exist_ok=True)
+        there = [path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.output), name))]
+        if cfg.overwrite:
+            for path in there:
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        begun = not cfg.overwrite and any(map(os.path.getsize, there))
+        infer.check_settings(os.path.join(cfg.output, f"{stage}.settings.json"), settings, begun)
+        save_config(cfg, os.path.join(cfg.output, "config.yaml" if stage == "train" else "sample.config.yaml"))
+    D.broadcast_object(None)
+
+
+def read_result(path: str) -> dict | None:
+    """The figures of a stage that is complete, None of one that is not."""
+    if not os.path.exists(path):
+        return None
+    print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_result(path: str, result: dict) -> None:
+    with data.atomic_write(path) as f:
+        json.dump(result, f, indent=1)
+
+
+# --------------------------------------------------------------------------------------------------- warm-up: records
+
+def select_records(turns: list[Turn], rows: list[dict], ranks: dict[tuple[str, int], int | None], max_rank: int,
+                   keep_per_turn: int) -> list[dict]:
+    """Records of the responses whose rank, by (query id, sample), is at most `max_rank`, in the order of `turns`."""
+    good: dict[str, list[dict]] = {}
+    for row in rows:
+        rank = ranks.get((row["query_id"], row["sample"]))
+        if rank is not None and rank <= max_rank:
+            good.setdefault(row["query_id"], []).append(row | {"rank": rank})
+    records = []
+    for turn in turns:
+        kept: dict[str, dict] = {}  # response → its best row
+        for row in sorted(good.get(turn.query_id, []), key=lambda r: (r["rank"], r["sample"])):
+            kept.setdefault(row["response"].strip(), row)
+        for i, (response, row) in enumerate(list(kept.items())[:keep_per_turn]):
+            query_id = f"{turn.query_id}#{row['sample']}" if i else turn.query_id
+            record = dataclasses.replace(turn, query_id=query_id, response=response).record()
+            records.append(record | {"rank": row["rank"], "sample": row["sample"]})
+    return records
+
+
+def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], where: Dist) -> tuple[dict, int]:
+    """((query id, sample) → rank of the well-formed rows, technical failures left out; number of searches).
+
+    Equal rewrites of a turn are searched once, each process searches its share.
+    """
+    golds = {t.query_id: t.gold_ids for t in turns}
+    good = [row for row in rows if row["status"] == "ok"]
+    searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
+    mine = searches[where.rank::where.world]
+    found = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100) if mine else []
+    rank_of = {search: rank for part in D.gather_objects(list(zip(mine, found))) for search, rank in part}
+    ranks = {(row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good}
+    return {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}, len(searches)
+
+
+def sample_settings(cfg: SFTConfig) -> dict:
+    """What decides the records, files by their content."""
+    r = cfg.retriever
+    files = {"model": cfg.model, "turns": cfg.turns, "examples": cfg.examples, "retriever.corpus": r.corpus,
+             "retriever.encoder": r.encoder}
+    files |= {f"retriever.index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
+    speed = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size")
+    return ({key: [path, infer.fingerprint(path)] for key, path in files.items()}
+            | {key: getattr(cfg, key) for key in SAMPLE_KEYS}
+            | {f"retriever.{k}": v for k, v in dataclasses.asdict(r).items() if k not in speed})
+
+
+def sample_records(cfg: SFTConfig, where: Dist) -> dict:
+    """Write `<output>/records.jsonl` and `sample_stats.json`; returns the statistics.  Nothing to do if they are there.
+
+    DataError if no record is left.
+    """
+    stats_path, records_path = (os.path.join(cfg.output, name) for name in ("sample_stats.json", "records.jsonl"))
+    begin_stage(cfg, where, "sample", sample_settings(cfg),
+                ("samples.jsonl", "samples.jsonl.done", "samples.jsonl.rank*", "records.jsonl", "sample_stats.json"))
+    stats = read_result(stats_path)
+    if stats is None:
+        retriever = open_retriever(cfg.retriever)
+        turns, without_gold = data.with_gold(data.read_turns(cfg.turns), retriever.passage_ids, cfg.turns)
+        if cfg.max_turns is not None and cfg.max_turns < len(turns):
+            turns = [turns[i] for i in sorted(random.Random(cfg.seed).sample(range(len(turns)), cfg.max_turns))]
+        rows, summary = infer.respond(infer.InferConfig(
+            model=cfg.model, turns=cfg.turns, output=os.path.join(cfg.output, "samples.jsonl"), prompt="few-shot",
+            examples=cfg.examples, samples=cfg.samples_per_turn, temperature=cfg.temperature, max_tokens=cfg.max_tokens,
+            max_prompt_tokens=cfg.max_prompt_tokens, seed=cfg.seed, chunk=cfg.chunk, batch_size=cfg.sample_batch_size),
+            turns, where)
+        ranks, searches = rank_rewrites(retriever, turns, rows, where)
+        records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
+        good = {key for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
+        stats = {"turns": len(turns), "turns_without_gold": without_gold, "samples": len(rows),
+                 "well_formed": summary["ok"], **{k: summary[k] for k in ("malformed", "too_long", "engine_error")},
+                 "searches": searches, "search_failed": summary["ok"] - len(ranks),
+                 "found_in_100": sum(rank is not None for rank in ranks.values()), "within_max_rank": len(good),
+                 "turns_covered": len({query_id for query_id, _ in good}), "kept": len(records),
+                 "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1)}
+        print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
+        if where.rank == 0:
+            data.write_jsonl(records_path, records)
+            write_result(stats_path, stats)
+        D.broadcast_object(None)
+    if not stats["kept"]:
+        raise DataError(f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} are well "
+                        "formed; raise samples_per_turn or max_rank, or give examples that this model follows")
+    return stats
+
+
+# ------------------------------------------------------------------------------------------------------ training rows
+
+@dataclass(frozen=True)
+class Example:
+    """One training row."""
+
+    tokens: list[int]  # T+1
+    loss_mask: list[int]  # T
+    conversation_id: str
+
+
+@dataclass
+class Batch:
+    """Padded rows; the shift by one is done: entry t of the mask belongs to the prediction of tokens[t+1]."""
+
+    tokens: Tensor  # (B, T+1) int64
+    attention_mask: Tensor  # (B, T+1) int64
+    loss_mask: Tensor  # (B, T) bool
+
+
+def human_response(question: str, rewrite: str) -> str:
+    """A target made of a human rewrite: the think block lists the words that it adds to the question."""
+    known = set(question.lower().split())
+    added = [word for word in rewrite.split() if word.lower() not in known]
+    return data.response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
+
+
+def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tuple[list[Example], Counter]:
+    """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why.  DataError if none is left."""
+    eos_id = data.eos_token_ids(tokenizer)[0]
+    examples, dropped = [], Counter()
+    for turn in turns:
+        target = turn.response
+        if cfg.target == "rewrite":
+            target = turn.rewrite and human_response(turn.question, turn.rewrite)
+        if not target:
+            dropped[f"without {cfg.target}"] += 1
+            continue
+        prompt_ids = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
+        example = Example(*data.encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id)
+        if len(example.tokens) > cfg.max_length:
+            dropped[f"longer than {cfg.max_length} tokens"] += 1
+        else:
+            examples.append(example)
+    if not examples:
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, or give "
+                        f"turns with a `{cfg.target}`")
+    return examples, dropped
+
+
+def split_heldout(examples: list[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """(train, held out): whole conversations, drawn with the seed; the only conversation is never held out."""
+    conversations = sorted({e.conversation_id for e in examples})
+    random.Random(seed).shuffle(conversations)
+    count = min(max(1, round(fraction * len(conversations))), len(conversations) - 1) if fraction > 0 else 0
+    held = set(conversations[:count])
+    return [e for e in examples if e.conversation_id not in held], [e for e in examples if e.conversation_id in held]
+
+
+def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
+    return math.ceil(rows / cfg.sequences_per_step)
+
+
+def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Example]:
+    """The rows of optimizer step `step` (from 0): a function of seed and step, so a resumed run is in its place."""
+    epoch, position = divmod(step, steps_per_epoch(len(rows), cfg))
+    order = list(range(len(rows)))
+    random.Random(f"{cfg.seed} {epoch}").shuffle(order)
+    return [rows[i] for i in order[position * cfg.sequences_per_step:(position + 1) * cfg.sequences_per_step]]
+
+
+def collate(rows: list[Example], pad_id: int, device: torch.device) -> Batch:
+    """Right-padded tensors; masks go by position, so pad may be EOS.  No rows: one row that trains nothing."""
+    rows = rows or [Example([pad_id, pad_id], [0], "")]
+    width = max(len(r.tokens) for r in rows)
+    fill = [width - len(r.tokens) for r in rows]
+    return Batch(torch.tensor([r.tokens + [pad_id] * n for r, n in zip(rows, fill)], device=device),
+                 torch.tensor([[1] * len(r.tokens) + [0] * n for r, n in zip(rows, fill)], device=device),
+                 torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool, device=device))
+
+
+def micro_batches(rows: list[Example], size: int, pad_id: int, where: Dist) -> list[Batch]:
+    """This process's share of `rows`: batches of rows of like length, dealt out in turn, the same number to each."""
+    ordered = sorted(rows, key=lambda r: len(r.tokens), reverse=True)
+    size = max(1, min(size, math.ceil(len(rows) / where.world)))  # nobody idles while another has two rows to do
+    parts = [ordered[i:i + size] for i in range(0, len(ordered), size)]
+    parts += [[]] * (-len(parts) % where.world)
+    return [collate(part, pad_id, where.device) for part in parts[where.rank::where.world]]
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], tokens: int, lr: float,
+               max_grad_norm: float, world: int = 1) -> tuple[float, float]:
+    """One update on this process's `batches`; `tokens`: trained tokens over all processes.
+
+    Loss: -sum of log-probabilities / tokens.  Returns (this process's part of it, gradient norm before clipping); where
+    the norm is not finite nothing was updated.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for i, batch in enumerate(batches):
+        if hasattr(model, "set_requires_gradient_sync"):  # one reduction a step
+            model.set_requires_gradient_sync(i == len(batches) - 1)
+        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask)  # (B, T)
+        loss = -(logprobs * batch.loss_mask).sum() / tokens
+        (loss * world).backward()  # FSDP averages over processes; a sum is meant
+        total += loss.item()
+    norm = D.clip_grad_norm(model, max_grad_norm)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, norm
+
+
+def count_correct(logits: Tensor, targets: Tensor, loss_mask: Tensor) -> int:
+    """At how many masked positions the target is the most probable token: (B, U, V), (B, U), (B, U) bool."""
+    return int(((logits.argmax(-1) == targets) & loss_mask).sum())
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
+    """{"heldout_loss" (nats a token), "heldout_accuracy"} over all processes; padding and prompts count nowhere."""
+    sums = [0.0, 0.0, 0.0]
+    for batch in batches:
+        columns = batch.loss_mask.any(0).nonzero().squeeze(-1)  # (U,): responses stand at the end, so U is far below T
+        columns = columns if len(columns) else columns.new_zeros(1)
+        logits = model(input_ids=batch.tokens[:, :-1], logits_to_keep=columns, use_cache=False).logits.float()
+        targets, mask = batch.tokens[:, 1:][:, columns], batch.loss_mask[:, columns]  # (B, U)
+        logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
+        sums[0] -= float(torch.where(mask, logprobs, 0.0).sum())
+        sums[1] += count_correct(logits, targets, mask)
+        sums[2] += int(mask.sum())
+    nll, correct, tokens = D.all_reduce_sum(sums)
+    return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """Within the block SIGTERM and Ctrl-C are noted in a list and the step is finished; a second one stops at once."""
+    caught: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def begin_metrics(path: str, step: int) -> None:
+    """Keep the lines up to the step that is resumed from; a half-written last one goes too."""
+    rows = []
+    if step and os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            rows = [json.loads(line) for line in f if line.endswith("\n")]
+    data.write_jsonl(path, [row for row in rows if row["step"] <= step])
+
+
+def log_step(path: str, row: dict, total: int, rest: str, where: Dist) -> None:
+    """A line of metrics.jsonl and one of the terminal (numbers that are not finite are null and nan)."""
+    if where.rank == 0:
+        with open(path, "a", encoding="utf-8", newline="\n") as f:
+            f.write(json.dumps(row) + "\n")
+    forms = {"epoch": "d", "loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens": "d", "skipped": "d",
+             "seconds": ".1f", "heldout_loss": ".4f", "heldout_accuracy": ".3f"}
+    shown = (f"{k} {math.nan if row[k] is None else row[k]:{form}}" for k, form in forms.items() if k in row)
+    print0(" | ".join([f"step {row['step']:05d}/{total:05d}", *shown, rest]))
+
+
+def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Example], cfg: SFTConfig, where: Dist,
+             pad_id: int) -> dict:
+    """Fine-tune a sharded model, from the newest checkpoint in `cfg.output` if there is one; every process calls it.
+
+    The epoch with the lowest held-out loss (without held-out rows: the last) is exported to `<output>/final`; returns
+    its figures.  SystemExit 143 after SIGTERM, 130 after Ctrl-C, with a checkpoint saved; Diverged after
+    `max_bad_steps` bad steps in a row.
+    """
+    per_epoch = steps_per_epoch(len(rows), cfg)
+    total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.output, "metrics.jsonl")
+    optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
+    held_batches = micro_batches(heldout, cfg.micro_batch_size, pad_id, where) if heldout else []
+    model.train(cfg.gradient_checkpointing)  # transformers recomputes in train mode alone; dropout is 0 in either
+    best: dict = {}
+    start, bad, skipped = 0, 0, 0
+    if found := D.latest_checkpoint(cfg.output):
+        D.load_checkpoint(found[0], model, optimizer)
+        start, best, bad, skipped = (found[1][k] for k in ("step", "best", "bad", "skipped"))
+        print0(f"train: resumed from {found[0]}, step {start} of {total}")
+    if where.rank == 0:
+        begin_metrics(metrics, start)
+    if start == 0 and heldout:
+        log_step(metrics, {"step": 0} | heldout_loss(model, held_batches), total, "before training", where)
+    began = time.monotonic()
+    with signals_noted() as caught:
+        for step in range(start, total):
+            clock = time.monotonic()
+            batch = step_examples(rows, step, cfg)
+            tokens = sum(sum(r.loss_mask) for r in batch)
+            lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
+            loss, norm = train_step(model, optimizer, micro_batches(batch, cfg.micro_batch_size, pad_id, where), tokens,
+                                    lr, cfg.max_grad_norm, where.world)
+            loss = sum(D.gather_objects(loss))
+            finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
+            bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
+            row = {"step": step + 1, "epoch": epoch, "loss": loss if math.isfinite(loss) else None, "lr": lr,
+                   "grad_norm": norm if finite else None, "tokens": tokens, "sequences": len(batch), "skipped": skipped}
+            if epoch_ends:
+                held = heldout_loss(model, held_batches) if heldout else {}
+                row |= held
+                if not best or not held or held["heldout_loss"] < best["heldout_loss"]:
+                    best = {"best_epoch": epoch, **held}
+                    D.export_hf(model, tokenizer, os.path.join(cfg.output, "final"))
+            left = (time.monotonic() - began) / (step + 1 - start) * (total - step - 1)
+            log_step(metrics, row | {"seconds": round(time.monotonic() - clock, 3)}, total, f"{left:.0f} s left", where)
+            if bad >= cfg.max_bad_steps:
+                raise Diverged(f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr (now "
+                               f"{cfg.lr:g}) and begin anew with overwrite=true")
+            stop = max(D.gather_objects(caught[0] if caught else 0))  # all leave at the same step
+            if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
+                D.save_checkpoint(cfg.output, step + 1, model, optimizer,
+                                  {"best": best, "bad": bad, "skipped": skipped}, cfg.keep_checkpoints)
+            if stop and step + 1 < total:
+                print0(f"stopped by signal {stop} after step {step + 1} of {total}; the same command continues")
+                raise SystemExit(128 + stop)
+    return {"steps": total, "skipped": skipped, **best}
+
+
+def train(cfg: SFTConfig, where: Dist) -> dict:
+    """Train on the records; `<output>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
+    path, final = cfg.records or os.path.join(cfg.output, "records.jsonl"), os.path.join(cfg.output, "final")
+    turns, result_path = data.read_turns(path), os.path.join(cfg.output, "result.json")
+    files = {key: [name, infer.fingerprint(name)] for key, name in (("model", cfg.model), ("records", path))}
+    begin_stage(cfg, where, "train", files | {key: getattr(cfg, key) for key in TRAIN_KEYS},
+                ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
+    if result := read_result(result_path):
+        return result
+    tokenizer = load_tokenizer(cfg.model)
+    examples, dropped = make_examples(turns, tokenizer, cfg, path)
+    rows, heldout = split_heldout(examples, cfg.heldout_fraction, cfg.seed)
+    steps = steps_per_epoch(len(rows), cfg)
+    print0(f"train: {len(turns)} records" + "".join(f" - {count} {reason}" for reason, count in dropped.items())
+           + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) = {len(rows)}; "
+           f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
+           f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, {cfg.micro_batch_size} at a "
+           f"time; {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
+    model = load_causal_lm(cfg.model, torch.float32, where.device, cfg.gradient_checkpointing)
+    eos = data.eos_token_ids(tokenizer)
+    pad_id = data.pad_token_id(tokenizer, eos)
+    pad_id = pad_id if pad_id < model.get_input_embeddings().num_embeddings else eos[0]
+    D.shard_model(model, where, bf16=where.device.type == "cuda")
+    result = {"model": final, "records": len(rows), "heldout": len(heldout), "dropped": sum(dropped.values()),
+              **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
+    if where.rank == 0:
+        write_result(result_path, result)
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------- entry point
+
+def check(cfg: SFTConfig) -> None:
+    """Raise ConfigError for settings that cannot work, before anything is loaded."""
+    for name in ["model", "output"] + ["turns", "examples"] * (cfg.stage != "train"):
+        if not getattr(cfg, name):
+            raise ConfigError(f"{name} is empty; stage={cfg.stage} needs {name}=…")
+    if cfg.stage == "all" and cfg.records:
+        raise ConfigError(f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples")
+    for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_tokens", "epochs", "sequences_per_step",
+                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "sample_batch_size",
+                 "max_turns"):
+        value = getattr(cfg, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}; it must be at least 1")
+    if cfg.samples_per_turn > 1 and cfg.temperature == 0:
+        raise ConfigError(f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise temperature")
+    if not 0 <= cfg.heldout_fraction < 1 or not 0 <= cfg.warmup_fraction <= 1:
+        raise ConfigError(f"heldout_fraction={cfg.heldout_fraction} must be in [0, 1) and warmup_fraction="
+                          f"{cfg.warmup_fraction} in [0, 1]")
+    if len(cfg.betas) != 2:
+        raise ConfigError(f"betas={cfg.betas}; AdamW takes two")
+
+
+def main(cfg: SFTConfig) -> dict | None:
+    """Sample records, train on them, or both; returns the figures of what was done (rank 0)."""
+    check(cfg)
+    where = D.setup()
+    try:
+        result: dict = {}
+        if cfg.stage != "train":
+            result["sample"] = sample_records(cfg, where)
+        gc.collect()  # the engine's model
+        if where.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if cfg.stage != "sample":
+            result["train"] = train(cfg, where)
+        return result if where.rank == 0 else None
+    finally:
+        D.cleanup()
+
+
+if __name__ == "__main__":
+    run(SFTConfig, main)

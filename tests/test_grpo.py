@@ -1,0 +1,410 @@
+"""The GRPO loop on tiny models: the same update however it is cut, exact resume, learning, and its stated failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import config
+import data
+import distributed as D
+import grpo
+import model as M
+import tiny
+from rollout import Rollout, collate_rollouts
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+def write_world(folder: Path, turns: int = 16) -> None:
+    """A corpus in which `what alpha7` finds passage p7 alone, and one turn for each of its first passages."""
+    corpus = [{"id": f"p{i}", "title": "", "text": f"alpha{i} is known"} for i in range(10)]
+    rows = [{"query_id": f"q{i}", "conversation_id": f"c{i}", "turn": 1, "context": [["what is it", f"alpha{i % 10}"]],
+             "question": "and this?", "gold_ids": [f"p{i % 10}"]} for i in range(turns)]
+    data.write_jsonl(folder / "corpus.jsonl", corpus)
+    data.write_jsonl(folder / "train.jsonl", rows)
+    data.write_jsonl(folder / "dev.jsonl", [r | {"query_id": "d" + r["query_id"], "conversation_id": "d" + r["query_id"]} for r in rows[:3]])
+
+
+def write_formatted_lm(folder: Path) -> None:
+    """A tiny model that has learnt the response format and picks one of ten queries at random."""
+    model, tokenizer = tiny.tiny_lm(folder), tiny.tiny_tokenizer()
+    rng, prompt = random.Random(0), [5]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    for _ in range(150):
+        rows = [data.encode_example(tokenizer, prompt, data.response_text("a", f"alpha{rng.randrange(10)}"), 2)[0] for _ in range(8)]
+        tokens = torch.tensor(rows)
+        loss = -M.token_logprobs(model, tokens, torch.ones_like(tokens)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with data and a model that answers in the right form whatever the prompt."""
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    write_formatted_lm(folder / "lm")
+    # the prompt is replaced by one constant token's worth of template, so that a 2-layer model can answer it
+    tokenizer = tiny.tiny_tokenizer()
+    tokenizer.chat_template = "{{ '!' }}"  # token 5
+    tokenizer.save_pretrained(folder / "lm")
+    return folder
+
+
+def command(world: Path, out: str, *more: str, processes: int = 1) -> list[str]:
+    start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+                                                     "--master-port", str(random.randint(20000, 60000))]
+    return [*start, str(ROOT / "grpo.py"), *settings(out), *more]
+
+
+def settings(out: str) -> list[str]:
+    return ["model=lm", "train=train.jsonl", "dev=dev.jsonl", f"out={out}", "retriever.kind=bm25",
+            "retriever.corpus=corpus.jsonl", "prompts_per_step=4", "group_size=4", "max_response_tokens=64", "micro_batch_size=4",
+            "steps=4", "validate_every=2", "save_every=1", "lr=1e-3", "warmup_steps=2"]
+
+
+def run(world: Path, out: str, *more: str, processes: int = 1) -> subprocess.CompletedProcess:
+    return subprocess.run(command(world, out, *more, processes=processes), cwd=world, env=ENV, capture_output=True, text=True, timeout=300)
+
+
+def metrics(world: Path, out: str) -> list[dict]:
+    timing = ("seconds_sample", "seconds_update", "seconds_sync")
+    return [{k: v for k, v in row.items() if k not in timing} for _, row in data.read_jsonl(world / out / "metrics.jsonl")]
+
+
+# ------------------------------------------------------------------------------------------------------------ the update
+
+
+def make_batch(seed: int = 0):
+    """Eight rollouts of two prompts, unequal lengths, a masked stretch inside one (as tool output is)."""
+    rng = random.Random(seed)
+    rollouts = []
+    for group in range(2):
+        prompt = [rng.randrange(5, 200) for _ in range(6 + 5 * group)]
+        for _ in range(4):
+            n = rng.randrange(1, 14)
+            response = [rng.randrange(5, 200) for _ in range(n)]
+            mask = [0 if n > 8 and 2 <= i < 5 else 1 for i in range(n)]
+            rollouts.append(Rollout(prompt, response, [-2.0] * n, mask, group, "eos"))
+    advantages = grpo.group_advantages(torch.tensor([rng.random() for _ in rollouts]), torch.tensor([r.group_id for r in rollouts]))
+    return rollouts, advantages
+
+
+def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, torch.Tensor]:
+    """One `update` with an optimizer that only records: the gradient, unclipped, as full tensors."""
+    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    reference = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
+    found: dict[str, torch.Tensor] = {}
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure=None):
+            found.update({name: D.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
+
+    batch = collate_rollouts(rollouts, advantages, 0)
+    stats = grpo.update(policy, reference, Recorder(policy.parameters(), lr=0.0), batch, cfg, where)
+    return found | {"stats": stats}
+
+
+@pytest.fixture(scope="module")
+def where():
+    D_ = D.setup()
+    yield D_
+    D.cleanup()
+
+
+def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
+    """The loss written as loops over tokens, without any of the project's formulas, in float64."""
+    policy, reference = tiny.tiny_lm(seed=1).double(), tiny.tiny_lm(seed=2).double()
+    per_sequence = []
+    for r, a in zip(rollouts, advantages.double()):
+        ids = torch.tensor([r.prompt_ids + r.response_ids])
+        lp, ref = (torch.log_softmax(m(ids).logits[0] / cfg.temperature, -1) for m in (policy, reference))
+        losses = []
+        for i, token in enumerate(r.response_ids):
+            if r.loss_mask[i]:
+                t = len(r.prompt_ids) + i - 1
+                ratio = torch.exp(lp[t, token] - lp[t, token].detach())
+                d = ref[t, token].detach() - lp[t, token]
+                d0 = torch.tensor(5.0, dtype=torch.float64)
+                kl = torch.exp(d) - d - 1 if d <= 5 else torch.exp(d0) * (1 + d - 5) - d - 1
+                losses.append(-a * ratio + cfg.kl_coef * kl)
+        per_sequence.append(losses)
+    filled = [x for x in per_sequence if x]
+    loss = {"token_mean": lambda: sum(map(sum, filled)) / sum(map(len, filled)),
+            "seq_mean_token_mean": lambda: sum(sum(x) / len(x) for x in filled) / len(filled),
+            "seq_sum_norm": lambda: sum(map(sum, filled)) / (len(filled) * cfg.max_response_tokens)}[cfg.loss_mode]()
+    loss.backward()
+    return {name: p.grad.float() for name, p in policy.named_parameters()} | {"loss": loss.item()}
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
+def test_update_equals_loops_and_does_not_depend_on_the_micro_batch(where, mode):
+    rollouts, advantages = make_batch()
+    cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, loss_mode=mode, max_response_tokens=16)
+    expected = by_hand(rollouts, advantages, cfg)
+    loss = expected.pop("loss")
+    for size in (1, 2, 4, 8):
+        cfg.micro_batch_size = size
+        found = gradients(cfg, rollouts, advantages, where)
+        assert found["stats"]["loss"] == pytest.approx(loss, rel=1e-5)
+        for name, grad in expected.items():
+            assert (found[name] - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-7, (size, name)
+
+
+def test_two_processes_give_the_gradient_of_one(where, tmp_path):
+    """Groups go to different ranks with different token counts; the loss has one global denominator."""
+    rollouts, advantages = make_batch()
+    cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_size=3)
+    single = gradients(cfg, rollouts, advantages, where)
+    script = tmp_path / "two.py"
+    script.write_text(f"""
+import torch, distributed as D, grpo
+from test_grpo import make_batch, gradients
+where = D.setup()
+rollouts, advantages = make_batch()
+mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - where.rank]  # 4 sequences and 3: uneven on purpose
+theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
+cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_size=1)
+found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
+if where.rank == 0:
+    torch.save((found, theirs), {str(tmp_path / "two.pt")!r})
+D.cleanup()
+""")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                           str(random.randint(20000, 60000)), str(script)], env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    double, kept = torch.load(tmp_path / "two.pt", weights_only=False)
+    single = gradients(cfg, [rollouts[i] for i in kept], advantages[kept], where)
+    assert double["stats"]["tokens"] == single["stats"]["tokens"]
+    assert double["stats"]["loss"] == pytest.approx(single["stats"]["loss"], rel=1e-5)
+    for name in single:
+        if name != "stats":
+            assert torch.allclose(double[name], single[name], atol=1e-6, rtol=1e-4), name
+
+
+def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
+    tiny.tiny_lm(tmp_path, attention_dropout=0.1)
+    policy = D.shard_model(M.load_causal_lm(str(tmp_path)), where)
+    batch = collate_rollouts(*make_batch(), 0)
+    with torch.no_grad():
+        old = M.token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+        policy.train()
+        new = M.token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+    assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
+
+
+def test_grp_35_kl_still_acts_on_flat_groups(where):
+    rollouts, _ = make_batch()
+    cfg = grpo.GRPOConfig(kl_coef=0.1, max_grad_norm=1e9)
+    found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), where)
+    assert found["stats"]["loss"] == pytest.approx(0.1 * found["stats"]["kl"], rel=1e-5) and found["stats"]["kl"] > 0
+
+
+def test_several_updates_on_a_batch_use_the_policy_before_the_first(where):
+    """With updates_per_batch 2 the second share meets a moved policy: old log-probabilities come from before the first."""
+    rollouts, advantages = make_batch()
+    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_size=4)
+    stats = grpo.update(policy, None, torch.optim.SGD(policy.parameters(), lr=1.0), collate_rollouts(rollouts, advantages, 0), cfg, where)
+    assert stats["clipped"] > 0
+    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    cfg.updates_per_batch = 1
+    assert grpo.update(policy, None, torch.optim.SGD(policy.parameters(), lr=1.0), collate_rollouts(rollouts, advantages, 0), cfg,
+                       where)["clipped"] == 0
+
+
+def test_a_non_finite_gradient_skips_the_step(where):
+    rollouts, advantages = make_batch()
+    model = tiny.tiny_lm(seed=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    policy = D.shard_model(M.prepare_causal_lm(model), where)
+    before = [D.full_tensor(p.detach()).clone() for p in policy.parameters()]
+    stats = grpo.update(policy, None, M.make_optimizer(policy, 1e-2), collate_rollouts(rollouts, advantages, 0),
+                        grpo.GRPOConfig(kl_coef=0.0), where)
+    assert stats["skipped"] == 1
+    assert all(torch.equal(a.nan_to_num(), D.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------------ the scoring
+
+
+class Ranker:
+    """Stands where a retriever stands and remembers what it was asked."""
+
+    def __init__(self, ranks: dict):
+        self.ranks, self.asked = ranks, []
+
+    def gold_ranks(self, queries, gold_ids, cutoff=100):
+        self.asked += queries
+        return [self.ranks[q] for q in queries]
+
+
+def rollouts_of(texts: list[tuple[int, str]], end: str = "eos") -> list[Rollout]:
+    tokenizer = tiny.tiny_tokenizer()
+    return [Rollout([5], ids := tokenizer(t)["input_ids"] + [2], [0.0] * len(ids), [1] * len(ids), g, end) for g, t in texts]
+
+
+def turn(i: int, golds: list[str]) -> data.Turn:
+    return data.Turn(f"q{i}", f"c{i}", 1, [], "raw", golds)
+
+
+def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one():
+    good = data.response_text("a", "alpha")
+    ranker = Ranker({"alpha": 1, "beta": None})
+    rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, data.response_text("a", "beta"))])
+    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    assert ranker.asked == ["alpha", "beta"]  # rew-12: the empty rewrite is not searched either
+    assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
+    assert [s.rank for s in scores] == [1, 1, None, None, None]
+
+
+def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored():
+    from retriever import FAILED
+    ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
+    rollouts = rollouts_of([(0, data.response_text("t", q)) for q in "abcd"])
+    cfg = grpo.GRPOConfig()
+    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
+    assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
+    batch, advantages = grpo.training_batch(rollouts, scores, 0, cfg, D.Dist(0, 1, torch.device("cpu")))
+    assert len(batch) == 3 and advantages[1] is None
+    rows = grpo.rollout_rows(rollouts, scores, advantages, [turn(0, ["p"])], 0)
+    assert grpo.reward_stats(rows)["failed"] == 1 and grpo.reward_stats(rows)["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
+
+
+def test_an_engine_error_is_left_out():
+    rollouts = rollouts_of([(0, data.response_text("t", "a"))], end="engine_error")
+    assert grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
+
+
+def test_a_step_in_which_everything_failed_stops_with_a_reason():
+    rollouts = rollouts_of([(0, "x")], end="engine_error")
+    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    with pytest.raises(grpo.Stopped, match="failed"):
+        grpo.training_batch(rollouts, scores, 0, grpo.GRPOConfig(), D.Dist(0, 1, torch.device("cpu")))
+
+
+# --------------------------------------------------------------------------------------------------------------- the loop
+
+
+@pytest.fixture(scope="module")
+def finished(world):
+    """An undisturbed run of four steps."""
+    done = run(world, "whole")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_run_folder_and_last_line(world, finished):
+    last = json.loads(finished.stdout.strip().splitlines()[-1])
+    assert last["steps"] == 4 and last["final"] == "whole/final"
+    rows = metrics(world, "whole")
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and rows[0]["dev_mrr"] == last["dev_mrr_start"]
+    assert any(r["grad_norm"] > 0 for r in rows[1:])
+    rollouts = [row for _, row in data.read_jsonl(world / "whole/rollouts/step_000001.jsonl")]
+    assert len(rollouts) == 16 and {"query_id", "response", "rank", "reward", "advantage"} <= set(rollouts[0])
+    assert "4 prompts × 4 samples / 1 process = 16 sequences" in finished.stdout
+    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM.from_pretrained(world / "whole/final")
+
+
+def test_ckp_02_a_killed_run_continues_bit_identically(world, finished):
+    process = subprocess.Popen(command(world, "killed"), cwd=world, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wanted = world / "killed/checkpoint_000002"
+    deadline = time.time() + 120
+    while not wanted.exists() and process.poll() is None and time.time() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert wanted.exists() or (world / "killed/checkpoint_000003").exists() or (world / "killed/checkpoint_000004").exists()
+    again = run(world, "killed")
+    assert again.returncode == 0 and "resumed from" in again.stdout, again.stderr[-2000:]
+    assert metrics(world, "killed") == metrics(world, "whole")
+    weights = [(world / name / "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1]
+
+
+def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
+    process = subprocess.Popen(command(world, "terminated", "steps=50", "save_every=100"), cwd=world, env=ENV, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    while not (line := process.stdout.readline()).startswith("step 00002") and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err[-2000:]
+    assert "stopped by signal 15" in out and len(list((world / "terminated").glob("checkpoint_*"))) == 1
+
+
+def test_two_processes_take_the_same_steps_as_one(world, finished):
+    done = run(world, "double", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = metrics(world, "whole"), metrics(world, "double")
+    for a, b in zip(one[1:3], two[1:3]):
+        for key in ("reward", "format_rate", "mrr", "tokens", "loss", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
+
+
+def test_ckp_04_a_run_of_one_process_continues_on_two(world):
+    assert run(world, "moved", "steps=2").returncode == 0
+    done = run(world, "moved", "steps=3", processes=2)
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-2000:]
+    assert [r["step"] for r in metrics(world, "moved")] == [0, 1, 2, 3]
+
+
+def test_grpo_learns_to_name_what_is_rewarded(world):
+    """One prompt, ten possible queries, one of them right: the policy finds it."""
+    rows = [row for _, row in data.read_jsonl(world / "train.jsonl")][:1]
+    data.write_jsonl(world / "one.jsonl", rows)
+    done = run(world, "learns", "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
+               "micro_batch_size=32", "save_every=100", "temperature=1.0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
+    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
+
+
+@pytest.mark.parametrize("more, words", [
+    ("group_size=1", ["group_size=1", "at least 2"]), ("train=missing.jsonl", ["missing.jsonl"]), ("model=./nowhere", ["nowhere"]),
+    ("temperature=0", ["temperature"]), ("retriever.corpus=", ["corpus"]), ("group_sise=4", ["group_size"]),
+    ("max_response_tokens=5000", ["2048 positions"]), ("train=foreign.jsonl", ["elsewhere-1", "foreign.jsonl"]), ("train=", ["train"]),
+    ("train=empty.jsonl", ["empty.jsonl"]), ("train=bad.jsonl", ["bad.jsonl:2"]), ("clip_eps=2", ["clip_eps"])])
+def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, words):
+    rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
+    data.write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
+    (world / "empty.jsonl").write_text("")
+    (world / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n{broken\n")
+    monkeypatch.chdir(world)
+    with pytest.raises(ValueError) as caught:
+        grpo.start(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]), where)
+    assert caught.value.exit_status == 2 and all(w in str(caught.value) for w in words), caught.value
+    assert not (world / "refused").exists()
+
+
+def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
+    rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
+    data.write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
+    monkeypatch.chdir(world)
+    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), where)
+    assert len(run.turns) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
+    tokenizer = tiny.tiny_tokenizer()
+    turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
+    kept, prompts = grpo.encode_turns(turns, tokenizer, len(data.encode_chat(tokenizer, data.rewrite_prompt(turns[0]))), "x")
+    assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 turns left out" in capsys.readouterr().out
+
+
+def test_syn_13_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
+    done = run(world, "uneven", "prompts_per_step=3", processes=2)
+    assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr

@@ -1,0 +1,201 @@
+"""grpo.py's mathematics against slow loops, float64, autograd and hand values; the reported cases grp-*."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo
+from grpo import aggregate, clipped_policy_loss, group_advantages, low_var_kl, loss_denominator, truncated_importance
+
+
+
+def slow_advantages(rewards, groups, scale):
+    out = []
+    for r, g in zip(rewards, groups):
+        mates = [x for x, h in zip(rewards, groups) if h == g]
+        mean = sum(mates) / len(mates)
+        if len(mates) < 2 or max(mates) == min(mates):
+            out.append(0.0)
+            continue
+        std = math.sqrt(sum((x - mean) ** 2 for x in mates) / (len(mates) - 1))
+        out.append((r - mean) / (std + 1e-6) if scale else r - mean)
+    return torch.tensor(out)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_advantages_equal_a_slow_loop_in_any_order(scale):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rewards = torch.randint(0, 5, (24,), generator=generator).double() / 3
+        groups = torch.randint(0, 6, (24,), generator=generator)
+        expected = slow_advantages(rewards.tolist(), groups.tolist(), scale)
+        assert torch.allclose(group_advantages(rewards, groups, scale), expected, atol=1e-6)
+
+
+def test_grp_01_inside_each_group():
+    rewards, groups = torch.tensor([1., 0, 0, 1, 5, 5, 3, 3]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    expected = torch.tensor([.865875, -.865875, -.865875, .865875, .86595, .86595, -.86595, -.86595])
+    assert torch.allclose(group_advantages(rewards, groups), expected, atol=2e-3)
+
+
+def test_grp_03_equal_questions_stay_two_groups():
+    """The group is the row of the data set (an id), never the text of the prompt."""
+    assert group_advantages(torch.tensor([1., 0, 1, 1]), torch.tensor([11, 11, 12, 12]), False).tolist() == [.5, -.5, 0, 0]
+
+
+@pytest.mark.parametrize("rewards", [[0.30000000000000004, 0.3] * 4, [0.1] * 8, [41 / 90.] * 16, [-0.1]])
+def test_grp_05_flat_groups_give_exactly_zero(rewards):
+    for dtype in (torch.float32, torch.float64):
+        assert group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards))).eq(0).all()
+
+
+def test_every_reachable_rank_repeated_gives_exactly_zero():
+    from reward import rank_incentive
+    for rank in [*range(1, 102), None]:
+        for n in (2, 3, 8, 16):
+            rewards = torch.full((n,), rank_incentive(rank), dtype=torch.float32)
+            assert group_advantages(rewards, torch.zeros(n)).abs().max() == 0
+
+
+def test_grp_07_lone_advantage_is_bounded():
+    a = group_advantages(torch.tensor([.35] * 7 + [0.]), torch.zeros(8))
+    assert torch.allclose(a, torch.tensor([.353551] * 7 + [-2.474854]), atol=2e-3)
+    assert a.abs().max() <= 7 / math.sqrt(8) + 1e-6
+
+
+def test_non_finite_rewards_are_refused():
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
+
+
+def test_grp_15_and_17_sum_over_one_global_count():
+    losses = [[.5], [1.] * 7, [2.] * 3, [.2] * 5]
+    width = max(map(len, losses))
+    per_token = torch.tensor([row + [99.] * (width - len(row)) for row in losses])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in losses])
+    for split in ([4], [1, 1, 1, 1], [3, 1], [2, 2]):
+        total = sum(aggregate(p, m, "token_mean", mask.sum().item()) for p, m in zip(per_token.split(split), mask.split(split)))
+        assert abs(total.item() - 0.90625) < 1e-5
+    ranks = [(torch.full((1, 10), 3.), torch.ones(1, 10)), (torch.full((1, 2), .5), torch.ones(1, 2))]
+    count = sum(loss_denominator(m, "token_mean", 0) for _, m in ranks)
+    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
+def test_aggregate_modes_equal_slow_loops_and_ignore_what_is_masked(mode):
+    torch.manual_seed(1)
+    per_token, mask = torch.randn(6, 9), (torch.rand(6, 9) > .4).float()
+    mask[3] = 0  # a sequence with nothing trained
+    poisoned = torch.where(mask.bool(), per_token, torch.tensor(float("nan")))
+    rows = [[per_token[b, t].item() for t in range(9) if mask[b, t]] for b in range(6)]
+    filled = [r for r in rows if r]
+    expected = {"token_mean": sum(map(sum, rows)) / sum(map(len, rows)),
+                "seq_mean_token_mean": sum(sum(r) / len(r) for r in filled) / len(filled),
+                "seq_sum_norm": sum(map(sum, rows)) / (len(filled) * 20)}[mode]
+    denominator = loss_denominator(mask, mode, 20)
+    assert aggregate(poisoned, mask, mode, denominator).item() == pytest.approx(expected, abs=1e-6)
+    for size in (1, 2, 4):
+        parts = sum(aggregate(p, m, mode, denominator) for p, m in zip(poisoned.split(size), mask.split(size)))
+        assert parts.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_grp_19_everything_masked():
+    x = torch.tensor([[1., 2.], [5., 5.]], requires_grad=True)
+    mask = torch.zeros(2, 2)
+    loss = aggregate(x, mask, "token_mean", loss_denominator(mask, "token_mean", 0))
+    loss.backward()
+    assert loss.item() == 0 and x.grad.eq(0).all()
+
+
+def test_grp_21_truncated_left_out_of_both():
+    per_token, mask = torch.tensor([[1., 1, 0, 0], [9., 9, 9, 9]]), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
+    assert aggregate(per_token, mask, "token_mean", loss_denominator(mask, "token_mean", 0)).item() == 1.0
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="token_mean"):
+        aggregate(torch.ones(1, 1), torch.ones(1, 1), "mean", 1)
+
+
+def test_grp_23_kl_far_apart_is_finite():
+    logprobs = torch.tensor([[-120., -1.]], requires_grad=True)
+    k = low_var_kl(logprobs, torch.tensor([[-.5, -1.]]))
+    k.sum().backward()
+    assert torch.isfinite(k).all() and torch.isfinite(logprobs.grad).all() and k[0, 1].item() == 0
+
+
+def test_kl_formula_value_and_slope():
+    """k3 below the limit, its tangent beyond; the gradient pulls back for every d > 0, beyond the limit as at it."""
+    d = torch.cat([torch.linspace(-30, 4.99, 200), torch.tensor([5.0]), torch.linspace(5.01, 200, 200)]).double()
+    logprobs = (-d).clone().requires_grad_()
+    k = low_var_kl(logprobs[None], torch.zeros_like(d)[None])[0]
+    expected = torch.where(d <= 5, d.exp() - d - 1, math.exp(5) * (1 + d - 5) - d - 1)
+    assert torch.allclose(k, expected, rtol=1e-12, atol=1e-12)
+    k.sum().backward()
+    slope = torch.where(d <= 5, 1 - d.exp(), torch.tensor(1 - math.exp(5), dtype=torch.float64))  # d k / d logprob
+    assert torch.allclose(logprobs.grad, slope, rtol=1e-10)
+    assert (k >= 0).all() and (logprobs.grad[d > 0] < 0).all() and (logprobs.grad[d > 5] == logprobs.grad[d == 5]).all()
+
+
+def test_kl_limit_is_a_parameter_and_small_differences_keep_precision():
+    d = torch.tensor([[1e-4, 1.0, 3.0]])
+    k = low_var_kl(-d, torch.zeros(1, 3), limit=2.0)
+    assert k[0, 0].item() == pytest.approx(5.0002e-9, rel=2e-2)  # exp(d) - d - 1 in float32 would be 0 or 1e-7
+    assert k[0, 2].item() == pytest.approx(math.exp(2) * 2 - 4, rel=1e-6)
+
+
+def test_grp_25_clipped_objective():
+    points = [[1.5, 1.], [1.5, -1.], [.5, 1.], [.5, -1.], [1.1, 1.], [.9, -2.]]
+    new = torch.tensor([[math.log(r)] for r, _ in points])
+    loss, clipped = clipped_policy_loss(new, torch.zeros(6, 1), torch.tensor([a for _, a in points]), 0.2)
+    assert torch.allclose(loss[:, 0], torch.tensor([-1.2, 1.5, -.5, .8, -1.1, 1.8]))
+    assert clipped[:, 0].tolist() == [True, False, False, True, False, False]
+
+
+def test_clipped_loss_is_finite_for_any_difference_and_leaves_its_inputs_alone():
+    new = torch.tensor([[0., -1e4, 300., -float("inf")]], requires_grad=True)
+    old = torch.tensor([[-1e4, 0., -300., -2.]])
+    for a in (1.0, -1.0):
+        before = old.clone()
+        loss, _ = clipped_policy_loss(new, old, torch.tensor([a]), 0.2)
+        assert torch.isfinite(loss).all() and torch.equal(old, before)
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    """At ratio 1 the loss is -A and its gradient -A · grad log p, unclipped."""
+    new = torch.randn(3, 5, requires_grad=True)
+    a = torch.tensor([1.0, -2.0, 0.0])
+    loss, clipped = clipped_policy_loss(new, new.detach(), a, 0.2)
+    loss.sum().backward()
+    assert torch.allclose(loss, -a[:, None].expand(3, 5)) and not clipped.any()
+    assert torch.allclose(new.grad, -a[:, None].expand(3, 5))
+
+
+def test_grp_27_kl_is_applied_once():
+    per_token = torch.full((1, 4), .5) + .1 * torch.full((1, 4), 2.0)
+    assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(.7)
+
+
+def test_truncated_importance():
+    w = truncated_importance(torch.tensor([[0., -1., 5.]]), torch.tensor([[0., 0., 0.]]), 2.0)
+    assert torch.allclose(w, torch.tensor([[1., math.exp(-1), 2.]]))
+
+
+def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
+    seen = [i for step in range(10) for i in grpo.step_turns(25, step, 5, seed=3)]
+    assert sorted(seen[:25]) == list(range(25)) and sorted(seen[25:]) == list(range(25)) and seen[:25] != seen[25:]
+    ragged = [i for step in range(7) for i in grpo.step_turns(25, step, 7, seed=3)]
+    assert ragged[:25] == seen[:25]  # the stream is the same however it is cut
+    assert len(grpo.step_turns(3, 2, 8, seed=0)) == 8
+
+
+def test_collapse_reason():
+    good = dict(format_rate=.9, reward=1.0, entropy=.5, kl=.01)
+    assert grpo.collapse_reason([good] * 60) is None and grpo.collapse_reason([good] * 5) is None
+    for change in (dict(format_rate=.1), dict(reward=.1), dict(entropy=4.0), dict(kl=3.0)):
+        assert grpo.collapse_reason([good] * 30 + [good | change] * 10)
+    rising = [dict(format_rate=.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)]
+    assert grpo.collapse_reason(rising) is None

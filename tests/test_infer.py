@@ -1,0 +1,230 @@
+"""infer.py: statuses and fallbacks, restart, settings, the same file from any number of processes."""
+
+import glob
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_lm, tiny_tokenizer
+
+import config
+import data
+import infer
+from distributed import Dist
+from rollout import Rollout
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = Dist(0, 1, torch.device("cpu"))
+
+ELSEWHERE = {  # cases of the area that this file does not test
+    "inf-02": "positions from a left-padded mask: model.token_logprobs and the engine, tests of those files",
+}
+
+
+def response(rewrite, think="she = Ann"):
+    return data.response_text(think, rewrite)
+
+
+class Scripted:
+    """An engine that answers by question: text, or an end that is no answer; remembers what it was asked."""
+
+    max_length = 4096
+
+    def __init__(self, answers):
+        self.answers, self.tokenizer, self.asked = answers, tiny_tokenizer(), []
+
+    def generate(self, prompts, sampling, progress=None):
+        out = []
+        for group, ids in enumerate(prompts):
+            question = self.tokenizer.decode(ids).rpartition("Question: ")[2].split("<|im_end|>")[0]
+            self.asked.append(question)
+            for i in range(sampling.n):
+                text = self.answers[question]
+                text = text[i % len(text)] if isinstance(text, list) else text
+                end = "engine_error" if text is None else "eos"
+                ids_out = [] if text is None else self.tokenizer(text)["input_ids"] + [2]
+                out.append(Rollout(ids, ids_out, [0.0] * len(ids_out), [1] * len(ids_out), group, end))
+            if progress:
+                progress(len(out), len(prompts) * sampling.n, 1.0)
+        return out
+
+
+def write_turns(path, questions, context=()):
+    data.write_jsonl(str(path), [{"query_id": q, "conversation_id": "c" + q, "turn": 1, "context": list(context),
+                                  "question": text, "gold_ids": ["p1"]} for q, text in questions.items()])
+    return str(path)
+
+
+def read(path):
+    return [row for _, row in data.read_jsonl(str(path))]
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm")
+    tiny_lm(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    def use(answers):
+        engine = Scripted(answers)
+        monkeypatch.setattr(infer, "open_engine", lambda cfg, tokenizer, where: engine)
+        return engine
+    return use
+
+
+def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
+    """dat-23, inf-10: one line of text a rewrite; an unclosed one falls back to the question, flagged, never empty."""
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900})
+    scripted({"who wrote it?": response("who wrote\nDune\t ?"), "unclosed": "<think>a</think>\n<rewrite>who wrote Dune",
+              "broken": None})
+    result = infer.main(infer.InferConfig(model=lm, turns=turns, output=str(tmp_path / "o.jsonl"), max_tokens=64,
+                                          max_prompt_tokens=1000))
+    rows = read(tmp_path / "o.jsonl")
+    assert [(r["query_id"], r["status"], r["rewrite"]) for r in rows] == [
+        ("a", "ok", "who wrote Dune ?"), ("b", "malformed", "unclosed"), ("c", "engine_error", "broken"),
+        ("d", "too_long", "x" * 900)]
+    assert rows[0]["think"] == "she = Ann" and rows[0]["end"] == "eos" and rows[0]["tokens"] == len(rows[0]["response"]) + 1
+    assert rows[1]["response"] == "<think>a</think>\n<rewrite>who wrote Dune" and rows[3]["tokens"] == 0
+    counts = {k: result[k] for k in ("lines", "ok", "malformed", "engine_error", "too_long", "generated")}
+    assert counts == {"lines": 4, "ok": 1, "malformed": 1, "engine_error": 1, "too_long": 1, "generated": 4}
+    assert sorted(os.listdir(tmp_path)) == ["o.jsonl", "o.jsonl.config.yaml", "o.jsonl.meta.json", "t.jsonl"]
+
+
+def test_restart_after_a_crash_samples_only_what_is_missing(lm, tmp_path, scripted):
+    """inf-06: a and b are done, c is half written: only c is sampled, and the file equals an undisturbed one."""
+    questions = {k: f"question {k}" for k in "abc"}
+    turns = write_turns(tmp_path / "t.jsonl", questions)
+    answers = {q: [response(f"first {q}"), response(f"second {q}")] for q in questions.values()}
+    cfg = dict(model=lm, turns=turns, samples=2, temperature=0.7, max_tokens=64)
+    engine = scripted(answers)
+    infer.main(infer.InferConfig(output=str(tmp_path / "whole.jsonl"), **cfg))
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    output = str(tmp_path / "o.jsonl")
+    infer.main(infer.InferConfig(output=output, **cfg))
+    os.remove(output)  # what a killed run of two processes leaves
+    (tmp_path / "o.jsonl.rank000").write_bytes(lines[0] + lines[1] + lines[4][:-1] + b"\n")
+    (tmp_path / "o.jsonl.rank001").write_bytes(lines[2] + lines[3] + lines[5][:30])
+    engine.asked.clear()
+    result = infer.main(infer.InferConfig(output=output, **cfg))
+    assert engine.asked == ["question c"] and result["generated"] == 2
+    assert open(output, "rb").read() == b"".join(lines)
+    assert not glob.glob(output + ".rank*") and not os.path.exists(output + ".done")
+    open(output, "wb").write(b"".join(lines[:4]) + lines[4][:50])  # the final file itself, cut
+    engine.asked.clear()
+    infer.main(infer.InferConfig(output=output, **cfg))
+    assert engine.asked == ["question c"] and open(output, "rb").read() == b"".join(lines)
+    engine.asked.clear()
+    assert infer.main(infer.InferConfig(output=output, **cfg))["generated"] == 0 and not engine.asked
+
+
+def test_an_output_never_mixes_two_settings(lm, tmp_path, scripted):
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
+    engine = scripted({"one": response("1"), "two": response("2"), "three": response("3")})
+    cfg = infer.InferConfig(model=lm, turns=turns, output=str(tmp_path / "o.jsonl"), max_tokens=64)
+    infer.main(cfg)
+    with pytest.raises(data.DataError, match="max_tokens was 64 and is 65.*overwrite=true"):
+        infer.main(infer.InferConfig(**{**vars(cfg), "max_tokens": 65}))
+    other = tmp_path / "lm"
+    tiny_lm(other, seed=1)
+    with pytest.raises(data.DataError, match="model was"):
+        infer.main(infer.InferConfig(**{**vars(cfg), "model": str(other)}))
+    write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "three"})
+    with pytest.raises(data.DataError, match="turn b .* had another prompt"):
+        infer.main(cfg)
+    engine.asked.clear()
+    infer.main(infer.InferConfig(**{**vars(cfg), "max_tokens": 65, "overwrite": True}))
+    assert engine.asked == ["one", "three"]
+
+
+def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
+    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
+                                                  "think": "Ann", "rewrite": "when was Ann born?"}])
+    cfg = infer.InferConfig(model=lm, turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}), prompt="few-shot",
+                            examples=str(tmp_path / "e.jsonl"), output=str(tmp_path / "o.jsonl"))
+    ids = infer.encode_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())["a"]
+    text = tiny_tokenizer().decode(ids)
+    assert "<rewrite>when was Ann born?</rewrite>" in text and text.endswith("Question: one<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_end_tokens_come_from_a_list_and_an_unknown_pad_becomes_eos(tmp_path):
+    """inf-08: both ids of the generation config end a response.  inf-04: a pad id without an embedding is never used."""
+    model = tiny_lm()
+    model.generation_config.eos_token_id = [2, 4]
+    model.save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<|late|>"})
+    assert tokenizer.pad_token_id == model.config.vocab_size
+    engine = infer.open_engine(infer.InferConfig(model=str(tmp_path)), tokenizer, CPU)
+    assert engine.eos_ids == {2, 4} and engine.pad_id == 2
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seven")
+    return write_turns(folder / "t.jsonl", {f"q{i}": "why " * (i + 1) for i in range(7)})
+
+
+def test_batches_do_not_change_greedy_output(lm, seven, tmp_path):
+    """inf-12: temperature 0, batches of 1 and 4."""
+    rows = []
+    for batch in (1, 4):
+        infer.main(infer.InferConfig(model=lm, turns=seven, output=str(tmp_path / f"{batch}.jsonl"), max_tokens=12,
+                                     batch_size=batch, chunk=3))
+        rows.append([(r["query_id"], r["response"], r["tokens"]) for r in read(tmp_path / f"{batch}.jsonl")])
+    assert rows[0] == rows[1] and len(rows[0]) == 7
+
+
+def test_two_processes_write_the_same_file_as_one(lm, seven, tmp_path):
+    arguments = dict(model=lm, turns=seven, samples=2, temperature=0.7, max_tokens=12, chunk=2)
+    infer.main(infer.InferConfig(output=str(tmp_path / "one.jsonl"), **arguments))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "infer.py"),
+         f"output={tmp_path / 'two.jsonl'}", *(f"{k}={v}" for k, v in arguments.items())],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["lines"] == 14
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+
+
+def exit_status(arguments, capsys, module=infer, cls=infer.InferConfig):
+    with pytest.raises(SystemExit) as e:
+        config.run(cls, module.main, arguments)
+    return e.value.code, capsys.readouterr().err
+
+
+def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "one"})
+    out = f"output={tmp_path / 'o.jsonl'}"
+    (tmp_path / "empty.jsonl").write_text("")
+    bare = tmp_path / "bare"
+    tiny_lm(bare)
+    tiny_tokenizer(chat=False).save_pretrained(bare)
+    (bare / "chat_template.jinja").unlink()
+    for arguments, text in [
+            ([f"model={lm}", f"turns={tmp_path}/none.jsonl", out], "none.jsonl"),
+            ([f"model={lm}", f"turns={tmp_path}/empty.jsonl", out], "no turns"),
+            ([f"model={tmp_path}/nothing", f"turns={turns}", out], "no tokenizer"),
+            ([f"model={bare}", f"turns={turns}", out], "chat template"),
+            ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
+            ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),
+            ([f"model={lm}", f"turns={turns}", out, "max_token=3"], "max_tokens"),
+            ([f"model={lm}", f"turns={turns}", f"output={turns}"], "turns file itself"),
+            ([f"turns={turns}", out], "model is empty")]:
+        status, err = exit_status(arguments, capsys)
+        assert status == 2 and text in err and "Traceback" not in err, (arguments, err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bare", "empty.jsonl", "t.jsonl"]
+
+
+def test_fingerprint_follows_content_not_path(tmp_path):
+    for name, text in (("a", "x" * 200_000), ("b", "x" * 200_000), ("c", "x" * 199_999 + "y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    a, b, c = (infer.fingerprint(str(tmp_path / name)) for name in "abc")
+    assert a == b != c and infer.fingerprint("some/hub-name") == "some/hub-name" and infer.fingerprint("") == ""

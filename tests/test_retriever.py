@@ -1,0 +1,776 @@
+"""retriever.py against oracles written apart from it: hand-assembled modules, numpy brute force, hand formulas."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+
+import retriever as R
+from data import Passage
+from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, HybridRetriever, Index, PassageIds,
+                       RetrieverConfig, RetrieverError, build_index, encode, exact_gold_ranks, exact_search,
+                       load_encoder, mean_pool, open_index, open_retriever, refuse_nonfinite, rrf, truncate_ids)
+from tiny import tiny_encoder
+
+ROOT = Path(__file__).resolve().parent.parent
+LATER = dict.fromkeys(("ret-28", "ret-30", "ret-32", "ret-34"), "needs serve.py and RemoteRetriever, which come later")
+WORDS = "red blue green fox dog bird tree wine river stone cloud music paper engine garden winter".split()
+
+
+def passages(n: int, seed: int = 0, most: int = 12) -> list[Passage]:
+    rng = random.Random(seed)
+    return [Passage(f"p{i:04d}", rng.choice(["", "A title"]),
+                    " ".join(rng.choices(WORDS, k=rng.randint(1, most))) + f" number{i}") for i in range(n)]
+
+
+def plain(texts: list[str]) -> list[Passage]:
+    return [Passage(str(i), "", text) for i, text in enumerate(texts)]
+
+
+def tiny_ance(folder: Path, seed: int = 0, file: str = "model.safetensors", extra: dict | None = None,
+              drop: str = "") -> dict:
+    """A random 2-layer ANCE checkpoint in the public naming, with tokenizer; returns its state dict."""
+    torch.manual_seed(seed)
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(special + alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", cls_token="<s>", eos_token="</s>", sep_token="</s>",
+                            pad_token="<pad>", unk_token="<unk>", model_max_length=62).save_pretrained(folder)
+    config = RobertaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                           intermediate_size=48, max_position_embeddings=64, pad_token_id=1, bos_token_id=0,
+                           eos_token_id=2, initializer_range=0.3, type_vocab_size=1)
+    config.save_pretrained(folder)
+    roberta = RobertaModel(config, add_pooling_layer=False)
+    state = {f"roberta.{k}": v for k, v in roberta.state_dict().items()}
+    state |= {"embeddingHead.weight": torch.randn(32, 32) / 5, "embeddingHead.bias": torch.randn(32),
+              "norm.weight": torch.rand(32) + 0.5, "norm.bias": torch.randn(32)} | (extra or {})
+    state.pop(drop, None)
+    if file.endswith(".bin"):
+        torch.save(state, folder / file)
+    else:
+        from safetensors.torch import save_file
+        save_file(state, folder / file)
+    return state
+
+
+class WordVectors(nn.Module):
+    """A stand-in for an encoder: hidden state = a table's row for each token id, so vectors are known exactly."""
+
+    def __init__(self, table: torch.Tensor):
+        super().__init__()
+        self.table = nn.Parameter(table)
+        self.config = SimpleNamespace(hidden_size=table.shape[1], model_type="table", max_position_embeddings=64)
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(last_hidden_state=self.table[input_ids])
+
+
+class NumberTokenizer:
+    """The text "7 3" becomes [7, 3]; no special tokens."""
+
+    pad_token_id, all_special_ids = 0, []
+
+    def __call__(self, texts, verbose=True):
+        if isinstance(texts, str):
+            return {"input_ids": [ord(c) for c in texts]}
+        return {"input_ids": [[int(w) for w in t.split()] for t in texts]}
+
+
+def table_retriever(vectors: list[list[float]], ids: list[str], shards: int = 1) -> DenseRetriever:
+    """Passage i and the query "i" both have vectors[i] as their vector."""
+    table = torch.tensor(vectors)
+    parts = [np.array(p, dtype=np.float16) for p in np.array_split(np.array(vectors), shards)]
+    return DenseRetriever(Index(PassageIds(ids), parts), WordVectors(table), NumberTokenizer(),
+                          Encoder("mean", normalise=False))
+
+
+def sorted_rank(scores: np.ndarray, golds: list[int], cutoff: int) -> int | None:
+    """The rule of order, said again: sort all passages, the gold behind every other passage that ties with it."""
+    best = None
+    for gold in golds:
+        others = [i for i in range(len(scores)) if i not in golds]
+        line = sorted(others + [gold], key=lambda i: (-scores[i], i == gold))
+        best = min(best or len(scores) + 1, line.index(gold) + 1)
+    return best if best <= cutoff else None
+
+
+# ------------------------------------------------------------------------------------------------------------- encoders
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-11)])
+def test_ance_forward_is_roberta_linear_norm(tmp_path, dtype, tolerance):
+    state = tiny_ance(tmp_path)
+    model = ANCE.from_pretrained(str(tmp_path)).to(dtype)
+    roberta = RobertaModel(RobertaConfig.from_pretrained(tmp_path), add_pooling_layer=False).eval().to(dtype)
+    roberta.load_state_dict({k.removeprefix("roberta."): v for k, v in state.items() if k.startswith("roberta.")})
+    ids = torch.tensor([[0, 10, 11, 12, 2], [0, 99, 2, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        first = roberta(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0].double()
+        linear = first @ state["embeddingHead.weight"].double().T + state["embeddingHead.bias"].double()
+        centred = linear - linear.mean(1, keepdim=True)
+        by_hand = centred / (centred.pow(2).mean(1, keepdim=True) + 1e-5).sqrt()
+        by_hand = by_hand * state["norm.weight"].double() + state["norm.bias"].double()
+        assert (model(ids, mask).double() - by_hand).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_ance_is_recognised_and_unused_tensors_allowed(tmp_path, file):
+    extra = {"classifier.dense.weight": torch.ones(2, 2), "roberta.pooler.dense.bias": torch.ones(3),
+             "roberta.embeddings.position_ids": torch.arange(64)[None]}
+    tiny_ance(tmp_path, file=file, extra=extra)
+    model, tokenizer, encoder = load_encoder(str(tmp_path), device="cpu")
+    assert isinstance(model, ANCE) and encoder.pooling == "ance" and not encoder.normalise
+    assert (encoder.query_length, encoder.passage_length) == (62, 62)  # 64 positions, two of them for padding
+    long = encode(model, tokenizer, ["x" * 500, "x" * 60])
+    assert torch.allclose(long[0], long[1], atol=1e-5)  # 62 tokens: <s>, 60 bytes, </s>; both ends are kept
+
+
+@pytest.mark.parametrize("change,names", [
+    ({"drop": "norm.bias"}, "lacks norm.bias"),
+    ({"drop": "roberta.encoder.layer.1.output.dense.weight"}, "lacks roberta.encoder.layer.1.output.dense.weight"),
+    ({"extra": {"head.weight": torch.ones(1)}}, "unknown head.weight"),
+    ({"extra": {"norm.bias": torch.ones(7)}}, "misshapen norm.bias")])
+def test_ance_loads_strictly(tmp_path, change, names):
+    tiny_ance(tmp_path, **change)
+    with pytest.raises(RetrieverError, match=names):
+        load_encoder(str(tmp_path))
+
+
+def test_ance_without_a_head_is_refused_when_asked_for(tmp_path):
+    state = tiny_ance(tmp_path, drop="embeddingHead.weight")
+    assert "embeddingHead.weight" not in state
+    with pytest.raises(RetrieverError, match="lacks embeddingHead.weight"):
+        load_encoder(str(tmp_path), pooling="ance")
+
+
+def test_mean_pooling_skips_padding_ret_22():
+    hidden = torch.tensor([[[1.0, 0], [1, 0], [0, 2], [0, 2]]])
+    assert mean_pool(hidden, torch.tensor([[1, 1, 0, 0]])).tolist() == [[1.0, 0.0]]
+    hidden[0, 3] = math.nan  # what stands under the mask never matters
+    assert mean_pool(hidden, torch.tensor([[1, 1, 0, 0]])).tolist() == [[1.0, 0.0]]
+
+
+def test_fully_masked_row_is_finite_ret_24():
+    hidden = torch.tensor([[[1.0, 0], [1, 0], [0, 2], [0, 2]]])
+    assert torch.isfinite(mean_pool(hidden, torch.zeros(1, 4, dtype=torch.long))).all()
+    vectors = encode(WordVectors(torch.eye(3)), NumberTokenizer(), ["", "1"])  # a text without any token
+    assert torch.isfinite(vectors).all() and vectors[0].tolist() == [0, 0, 0]
+
+
+def test_truncation_keeps_both_ends_ret_26():
+    ids = [0, 11, 12, 13, 14, 15, 16, 17, 18, 19, 2]
+    cut = truncate_ids(ids, 8, {0, 2})
+    assert len(cut) == 8 and cut[0] == 0 and cut[-1] == 2 and cut == [0, 11, 12, 13, 14, 15, 16, 2]
+    assert truncate_ids(ids, 11, {0, 2}) == ids
+    assert truncate_ids([5, 6, 7, 8], 2, {0, 2}) == [5, 6]  # no special end, none invented
+
+
+def test_truncation_is_counted_ret_26(tmp_path):
+    tiny_encoder(tmp_path)
+    model, tokenizer, encoder = load_encoder(str(tmp_path), device="cpu", passage_length=8, query_length=10)
+    counts = {}
+    encode(model, tokenizer, ["abcdef", "abcdefg", "abcdefg", "a"], encoder, counts=counts)
+    assert counts == {"truncated": 2}
+    encode(model, tokenizer, ["abcdefg"], encoder, query=True, counts=counts)
+    assert counts == {"truncated": 2}
+
+
+def test_cosine_model_normalises_both_sides_ret_14():
+    table = torch.tensor([[1.0, 0], [10.0, 10.0], [0.9, 0.1]])
+    vectors = encode(WordVectors(table), NumberTokenizer(), ["0", "1", "2"], Encoder("mean", normalise=True))
+    scores, rows, _ = exact_search(vectors[:1], [vectors[1:].numpy()], 2, torch.arange(2))
+    assert rows.tolist() == [[1, 0]] and np.allclose(scores, [[0.993884, 0.707107]], atol=1e-5)
+
+
+def test_encode_order_batches_prefixes(tmp_path):
+    tiny_encoder(tmp_path)
+    model, tokenizer, _ = load_encoder(str(tmp_path), device="cpu")
+    texts = [p.contents for p in passages(40)] + ["", "red fox", "red fox"]
+    bert = BertModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
+    settings = Encoder("mean", query_prefix="query: ", passage_prefix="passage: ")
+    for query, prefix in ((True, "query: "), (False, "passage: ")):
+        expected = []
+        for text in texts:  # one by one, nothing padded
+            ids = torch.tensor([tokenizer(prefix + text)["input_ids"]])
+            with torch.no_grad():
+                mean = bert(ids).last_hidden_state[0].double().mean(0)
+            expected.append(mean / mean.norm())
+        for budget in (1, 64, 100_000):
+            got = encode(model, tokenizer, texts, settings, query=query, batch_tokens=budget)
+            assert got.dtype == torch.float32 and got.shape == (43, 32)
+            assert (got.double() - torch.stack(expected)).abs().max() < 1e-5
+            assert torch.equal(got[-1], got[-2])
+    assert encode(model, tokenizer, []).shape == (0, 32)
+    first = encode(model, tokenizer, ["red fox"], Encoder("first", normalise=False))
+    with torch.no_grad():
+        hidden = bert(torch.tensor([tokenizer("red fox")["input_ids"]])).last_hidden_state
+    assert torch.allclose(first, hidden[:, 0], atol=1e-5)
+
+
+def test_settings_are_detected_and_overruled(tmp_path):
+    def files(name, modules=None, pooling=None, limit=None):
+        folder = tmp_path / name
+        tiny_encoder(folder)
+        if modules:
+            types = [{"type": f"sentence_transformers.models.{m}"} for m in modules]
+            (folder / "modules.json").write_text(json.dumps(types))
+        if pooling:
+            (folder / "1_Pooling").mkdir()
+            modes = {"word_embedding_dimension": 32, f"pooling_mode_{pooling}": True}
+            (folder / "1_Pooling/config.json").write_text(json.dumps(modes))
+        if limit:
+            (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+        return str(folder)
+
+    e5 = load_encoder(files("e5-tiny-v2"))[2]
+    assert (e5.query_prefix, e5.passage_prefix, e5.pooling, e5.normalise) == ("query: ", "passage: ", "mean", True)
+    assert load_encoder(files("some5e5x"))[2].query_prefix == ""
+    mini = load_encoder(files("mini", ["Transformer", "Pooling", "Normalize"], "mean_tokens", 256))[2]
+    assert (mini.pooling, mini.normalise, mini.query_length, mini.passage_length) == ("mean", True, 256, 256)
+    cls = load_encoder(files("cls", ["Transformer", "Pooling"], "cls_token"))[2]
+    assert (cls.pooling, cls.normalise) == ("first", False)
+    last = files("last", ["Transformer", "Pooling"], "lasttoken")
+    with pytest.raises(RetrieverError, match="lasttoken"):
+        load_encoder(last)
+    assert load_encoder(last, pooling="mean", query_prefix="Q ")[2].query_prefix == "Q "
+    with pytest.raises(RetrieverError, match="Dense"):
+        load_encoder(files("dense", ["Transformer", "Pooling", "Dense"], "mean_tokens"))
+    with pytest.raises(RetrieverError, match="no/such"):
+        load_encoder(str(tmp_path / "no/such"))
+
+
+def test_incomplete_plain_encoder_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+    tiny_encoder(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state.pop("encoder.layer.1.output.dense.weight")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RetrieverError, match="encoder.layer.1.output.dense.weight"):
+        load_encoder(str(tmp_path))
+
+
+def test_nan_is_refused_at_index_time_ret_16(tmp_path):
+    with pytest.raises(RetrieverError, match="'b'"):
+        refuse_nonfinite(torch.tensor([[1.0, 0], [math.nan, 0]]), ["a", "b"])
+    with pytest.raises(RetrieverError, match="'b'"):
+        refuse_nonfinite(torch.tensor([[1.0, 0], [1e6, 0]]), ["a", "b"])  # beyond fp16
+    model, corpus = WordVectors(torch.tensor([[1.0, 0], [math.nan, 0]])), [Passage("a", "", "0"), Passage("b", "", "1")]
+    with pytest.raises(RetrieverError, match="'b'"):
+        build_index(tmp_path / "i", corpus, model, NumberTokenizer())
+    assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def test_encoders_block_copies_out(tmp_path):
+    lines = (ROOT / "retriever.py").read_text("utf-8").split("\n")
+    start, end = [i for i, line in enumerate(lines) if line.startswith("# ---") and "encoders" in line]
+    head = [line for line in lines[:start] if not line.startswith(("from config ", "from data "))]
+    (tmp_path / "copied.py").write_text("\n".join(head + lines[start:end]), "utf-8")
+    ast.parse((tmp_path / "copied.py").read_text("utf-8"))
+    tiny_ance(tmp_path / "ance")
+    code = "import copied; m, t, e = copied.load_encoder('ance'); print(copied.encode(m, t, ['a', 'b'], e).shape)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": ""})
+    assert done.stdout.strip() == "torch.Size([2, 32])", done.stderr
+
+
+# ----------------------------------------------------------------------------------------------- exact search and ranks
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_search_equals_brute_force(monkeypatch, shards):
+    monkeypatch.setattr(R, "BLOCK", 128)
+    rng = np.random.default_rng(shards)
+    vectors = (rng.integers(-60, 61, (700, 24)) / 16).astype(np.float16)  # sums that float32 holds exactly
+    queries = (rng.integers(-60, 61, (37, 24)) / 16).astype(np.float32)
+    truth = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    order = torch.from_numpy(rng.permutation(700))
+    for k in (1, 10, 700, 5000):
+        scores, rows, failed = exact_search(torch.from_numpy(queries), np.array_split(vectors, shards), k, order)
+        assert scores.shape == (37, min(k, 700)) and not failed.any()
+        assert np.array_equal(rows, [np.lexsort((order, -t))[:k] for t in truth])
+        assert np.array_equal(scores, -np.sort(-truth, axis=1)[:, :k])
+
+
+def test_search_ties_go_by_id(monkeypatch):
+    monkeypatch.setattr(R, "BLOCK", 64)
+    rng = np.random.default_rng(5)
+    vectors = rng.integers(-2, 3, (500, 3)).astype(np.float16)  # few distinct scores, no rounding
+    queries = rng.integers(-2, 3, (9, 3)).astype(np.float32)
+    order = rng.permutation(500)
+    for k in (1, 7, 64, 100):
+        _, rows, _ = exact_search(torch.from_numpy(queries), [vectors[:333], vectors[333:]], k, torch.from_numpy(order))
+        for q in range(9):
+            exact = queries[q].astype(int) @ vectors.astype(int).T
+            assert rows[q].tolist() == sorted(range(500), key=lambda i: (-exact[i], order[i]))[:k]
+
+
+def test_gold_ranks_equal_full_sort(monkeypatch):
+    monkeypatch.setattr(R, "BLOCK", 96)
+    rng = np.random.default_rng(7)
+    vectors = rng.integers(-3, 4, (400, 4)).astype(np.float16)
+    queries = rng.integers(-3, 4, (60, 4)).astype(np.float32)
+    golds = [rng.integers(0, 400, rng.integers(1, 5)).tolist() for _ in range(60)]  # may repeat an id
+    truth = queries.astype(int) @ vectors.astype(int).T
+    for shards in (1, 2, 5):
+        for cutoff in (1, 20, 100, 400):
+            got = exact_gold_ranks(torch.from_numpy(queries), np.array_split(vectors, shards), golds, cutoff)
+            assert got == [sorted_rank(truth[q], golds[q], cutoff) for q in range(60)]
+
+
+def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
+    """Twins of the gold in other blocks and shards tie with it bit for bit (this is why tiles are kept whole)."""
+    monkeypatch.setattr(R, "BLOCK", 128)
+    rng = np.random.default_rng(11)
+    vectors = rng.standard_normal((900, 48)).astype(np.float16)
+    twins = {3: [130, 700, 899], 500: [501]}
+    for gold, rows in twins.items():
+        vectors[rows] = vectors[gold]
+    for n in (1, 5, 33):
+        queries = rng.standard_normal((n, 48)).astype(np.float32)
+        truth = queries.astype(np.float64) @ vectors.astype(np.float64).T
+        golds = [[(3, 500)[q % 2]] for q in range(n)]
+        for shards in (1, 4):
+            got = exact_gold_ranks(torch.from_numpy(queries), np.array_split(vectors, shards), golds, 900)
+            assert got == [sorted_rank(np.round(truth[q], 9), golds[q], 900) for q in range(n)]
+
+
+def test_gold_score_is_confirmed_by_the_pass(monkeypatch):
+    """A first guess that is off by rounding (here: by far) must not place the gold: the pass corrects it."""
+    vectors = np.array([[1, 0], [0, 1], [1, 1], [2, 2]], dtype=np.float16)
+    monkeypatch.setattr(R, "_take", lambda shards, rows: torch.zeros(len(rows), 2))
+    assert exact_gold_ranks(torch.tensor([[1.0, 1.0]]), [vectors], [[2]]) == [2]
+
+
+def test_nan_score_is_failed_never_a_rank():
+    vectors = np.array([[1, 0], [0, 1]], dtype=np.float16)
+    got = exact_gold_ranks(torch.tensor([[math.nan, 0], [1.0, 0]]), [vectors], [[0], [0]])
+    assert got[0] is FAILED and got[1] == 1
+    vectors[1, 0] = math.nan  # a passage that can't be compared
+    assert exact_gold_ranks(torch.tensor([[1.0, 0]]), [vectors], [[0]])[0] is FAILED
+    dense = table_retriever([[1.0, 0], [math.nan, 0]], ["a", "b"])
+    assert dense.gold_ranks(["1"], [["a"]])[0] is FAILED
+    with pytest.raises(RetrieverError, match="NaN"):
+        dense.search(["1"], 1)
+
+
+def test_width_mismatch_names_both_ret_18():
+    with pytest.raises(RetrieverError, match="1024.*768"):
+        exact_search(torch.zeros(1, 1024), [np.zeros((2, 768), np.float16)], 1, torch.arange(2))
+    with pytest.raises(RetrieverError, match="1024.*768"):
+        exact_gold_ranks(torch.zeros(1, 1024), [np.zeros((2, 768), np.float16)], [[0]])
+
+
+def test_equal_scores_keep_one_order_ret_20():
+    for shards in (1, 2, 4):
+        dense = table_retriever([[1.0, 0]] * 4, ["c", "a", "d", "b"], shards)
+        for batch in (["0"], ["0", "1"], ["0"] * 3):
+            assert [[i for i, _ in hits] for hits in dense.search(batch, 2)] == [["a", "b"]] * len(batch)
+        assert [i for i, _ in dense.search(["0"], 9)[0]] == ["a", "b", "c", "d"]
+        assert dense.gold_ranks(["0"], [["c"]]) == [4]  # ties count against the gold
+        assert dense.gold_ranks(["0"], [["c", "d"]]) == [3]
+
+
+def test_positional_with_duplicate_queries():
+    dense = table_retriever([[3.0, 0], [2.0, 0], [1.0, 0], [0, 5.0]], list("abcd"))
+    assert dense.gold_ranks(["0", "0", "3", "0"], [["a"], ["c"], ["d"], ["b"]]) == [1, 3, 1, 2]
+    assert [hits[0][0] for hits in dense.search(["3", "0", "3"], 1)] == ["d", "a", "d"]
+    assert dense.gold_ranks(["0"], ["b"]) == [2]  # a bare id is a list of one
+    assert dense.search([], 3) == [] and dense.gold_ranks([], []) == []
+
+
+def test_bad_calls_are_told():
+    dense = table_retriever([[3.0, 0], [2.0, 0]], list("ab"))
+    bm25 = BM25Retriever(plain(["red fox", "blue fox"]))
+    for r in (dense, bm25):
+        for call, arguments, message in ((r.gold_ranks, (["0"], [["z"]]), "'z'"),
+                                         (r.gold_ranks, (["0"], []), "1 queries"),
+                                         (r.gold_ranks, (["0"], [[]]), "no gold"), (r.search, (["0"], 0), "k is 0")):
+            with pytest.raises(RetrieverError, match=message) as caught:
+                call(*arguments)
+            assert caught.value.exit_status == 2
+    with pytest.raises(RetrieverError, match="'x' occurs more than once"):
+        PassageIds(["x", "y", "x"])
+
+
+# ---------------------------------------------------------------------------------------------------------- dense index
+
+def test_empty_corpus_is_an_error_ret_02(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts = load_encoder(str(tmp_path / "e"))
+    for build in (lambda: BM25Retriever([]), lambda: build_index(tmp_path / "i", [], *parts)):
+        with pytest.raises(RetrieverError, match="no passages"):
+            build()
+
+
+def test_index_roundtrip_and_refusals(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    tiny_encoder(tmp_path / "other", seed=1)
+    model, tokenizer, encoder = load_encoder(str(tmp_path / "e"), device="cpu", passage_length=16)
+    corpus = passages(50)
+    index = build_index(tmp_path / "i", corpus, model, tokenizer, encoder, shard_size=20)
+    assert [len(s) for s in index.shards] == [20, 20, 10] and index.encoded == 50
+    assert index.shards[0].dtype == np.float16
+    assert sum(s["truncated"] for s in index.meta["shards"]) == sum(len(p.contents) + 2 > 16 for p in corpus)
+    expected = encode(model, tokenizer, [p.contents for p in corpus], encoder)
+    assert np.abs(np.concatenate(index.shards) - expected.numpy()).max() < 2e-3
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "i").iterdir()}
+    again = build_index(tmp_path / "i", corpus, model, tokenizer, encoder, shard_size=20)
+    assert again.encoded == 0 and before == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "i").iterdir()}
+
+    one = build_index(tmp_path / "one", corpus, model, tokenizer, encoder)  # one shard = three shards
+    queries, golds = ["red fox", "number7 tree", "wine"], [["p0003"], ["p0007", "p0001"], ["p0049"]]
+    a, b = (DenseRetriever(i, model, tokenizer, encoder) for i in (index, one))
+    assert a.gold_ranks(queries, golds) == b.gold_ranks(queries, golds)
+    assert [[i for i, _ in h] for h in a.search(queries, 50)] == [[i for i, _ in h] for h in b.search(queries, 50)]
+    assert "p0003" in a.passage_ids and "p9999" not in a.passage_ids
+
+    from dataclasses import replace
+    wrong = [(load_encoder(str(tmp_path / "other"), device="cpu", passage_length=16), "fingerprint"),
+             ((model, tokenizer, replace(encoder, pooling="first")), "pooling"),
+             ((model, tokenizer, replace(encoder, query_prefix="query: ")), "query_prefix"),
+             ((model, tokenizer, replace(encoder, passage_prefix="x")), "passage_prefix"),
+             ((model, tokenizer, replace(encoder, normalise=False)), "normalise"),
+             ((model, tokenizer, replace(encoder, passage_length=17)), "passage_length")]
+    for parts, message in wrong:
+        for call in (lambda: open_index(tmp_path / "i", *parts), lambda: DenseRetriever(index, *parts),
+                     lambda: build_index(tmp_path / "i", corpus, *parts, shard_size=20)):
+            with pytest.raises(RetrieverError, match=message):
+                call()
+    with pytest.raises(RetrieverError, match="corpus"):
+        build_index(tmp_path / "i", corpus[:-1] + passages(51)[-1:], model, tokenizer, encoder, shard_size=20)
+    with pytest.raises(RetrieverError, match="python retriever.py"):
+        open_index(tmp_path / "nowhere")
+
+    (tmp_path / "i/shard-00001.npy").write_bytes(b"damaged")  # noticed, and only that and what follows is built again
+    with pytest.raises(RetrieverError, match="damaged"):
+        open_index(tmp_path / "i")
+    assert build_index(tmp_path / "i", corpus, model, tokenizer, encoder, shard_size=20).encoded == 30
+    meta = json.loads((tmp_path / "i/meta.json").read_text())
+    (tmp_path / "i/meta.json").write_text(json.dumps(meta | {"complete": False}))
+    with pytest.raises(RetrieverError, match="unfinished"):
+        open_index(tmp_path / "i")
+
+
+SLOW_BUILD = """
+import sys, time, torch
+torch.set_num_threads(1)
+sys.path[:0] = [{root!r}]
+import retriever
+fast = retriever.encode
+def slow(*args, **kwargs):
+    time.sleep(0.05)
+    return fast(*args, **kwargs)
+retriever.encode = slow
+parts = retriever.load_encoder({encoder!r}, device="cpu")
+retriever.build_index({out!r}, {corpus!r}, *parts, shard_size=5)
+"""
+
+
+def test_killed_build_goes_on_byte_identical(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    corpus, out = tmp_path / "corpus.jsonl", tmp_path / "killed"
+    corpus.write_text("".join(json.dumps({"id": p.id, "title": p.title, "text": p.text}) + "\n" for p in passages(200)))
+    code = SLOW_BUILD.format(root=str(ROOT), encoder=str(tmp_path / "e"), out=str(out), corpus=str(corpus))
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    deadline = time.monotonic() + 120
+    while len(list(out.glob("shard-*.npy"))) < 3 and time.monotonic() < deadline and child.poll() is None:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    with pytest.raises(RetrieverError, match="unfinished"):
+        open_index(out)
+    (out / "shard-00009.npy.12345.tmp").write_bytes(b"half a shard")  # what a kill in the middle of a write leaves
+
+    parts = load_encoder(str(tmp_path / "e"), device="cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        resumed = build_index(out, str(corpus), *parts, shard_size=5)
+        whole = build_index(tmp_path / "whole", str(corpus), *parts, shard_size=5)
+    finally:
+        torch.set_num_threads(threads)
+    assert 0 < resumed.encoded <= 200 - 2 * 5 and whole.encoded == 200
+    names = sorted(p.name for p in out.iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert all((out / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+
+def test_two_builders_do_not_share_a_folder(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    with R._only_builder(tmp_path / "i"), pytest.raises(RetrieverError, match="another process"):
+        build_index(tmp_path / "i", passages(3), *load_encoder(str(tmp_path / "e")))
+
+
+def test_dense_ranks_do_not_depend_on_the_batch(tmp_path):
+    """Batches change the last bits of a query's vector, so ranks may differ only where scores are that close."""
+    tiny_ance(tmp_path / "e")
+    model, tokenizer, encoder = load_encoder(str(tmp_path / "e"), device="cpu")
+    corpus = passages(120, most=6)
+    index = build_index(tmp_path / "i", corpus, model, tokenizer, encoder)
+    rng = random.Random(1)
+    queries = [" ".join(rng.choices(WORDS, k=rng.randint(1, 8))) for _ in range(25)]
+    golds = [[rng.choice(corpus).id] for _ in queries]
+    whole = DenseRetriever(index, model, tokenizer, encoder).gold_ranks(queries, golds, cutoff=120)
+    single = DenseRetriever(index, model, tokenizer, encoder, batch_tokens=1)
+    vectors = encode(model.double(), tokenizer, queries, encoder).double().numpy()
+    exact = vectors @ np.concatenate(index.shards).astype(float).T
+    model.float()
+    compared = 0
+    for query, gold, rank, scores in zip(queries, golds, whole, exact):
+        row = index.ids.position(gold[0])
+        if (np.abs(np.delete(scores, row) - scores[row]) > 1e-4).all():
+            compared += 1
+            assert single.gold_ranks([query], [gold], cutoff=120) == [rank] == [sorted_rank(scores, [row], 120)]
+    assert compared > 20
+
+
+# ----------------------------------------------------------------------------------------------------------------- BM25
+
+def lucene(passages_: list[str], query: str, k1: float, b: float) -> np.ndarray:
+    """BM25 of Lucene by its formula, float64, one query word after the other, repeated words repeated."""
+    analyse = R.EnglishTokenizer()
+    documents = [analyse(p) for p in passages_]
+    mean = sum(map(len, documents)) / len(documents)
+    scores = np.zeros(len(documents))
+    for word in analyse(query):
+        df = sum(word in d for d in documents)
+        if df:
+            idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
+            for i, d in enumerate(documents):
+                if tf := d.count(word):
+                    scores[i] += idf * tf / (tf + k1 * (1 - b + b * len(d) / mean))
+    return scores
+
+
+@pytest.mark.parametrize("k1,b", [(0.9, 0.4), (0.82, 0.68), (1.2, 0.0), (0.0, 1.0)])
+def test_bm25_equals_the_formula(k1, b):
+    corpus = passages(80)
+    bm25 = BM25Retriever(corpus, k1, b)
+    rng = random.Random(3)
+    queries = ["red", "red red red fox", "The foxes of the rivers", "titles", "unknownword number5 number5"]
+    queries += [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(20)]
+    for query in queries:
+        truth = lucene([p.contents for p in corpus], query, k1, b)
+        scores = bm25.scores(query)
+        assert np.allclose(scores if scores is not None else 0, truth, rtol=1e-5, atol=1e-6), query
+    assert np.allclose(bm25.scores("fox fox fox"), 3 * bm25.scores("fox"), rtol=1e-6)  # counted as often as it stands
+
+
+def test_bm25_rank_agrees_with_its_own_list_and_a_full_sort():
+    corpus = passages(300, most=3)
+    bm25 = BM25Retriever(corpus)
+    rng = random.Random(4)
+    for _ in range(60):
+        query = " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
+        rows = rng.sample(range(300), rng.randint(1, 3))
+        golds = [corpus[i].id for i in rows]
+        scores = bm25.scores(query)
+        hits = bm25.search([query], 300)[0]
+        assert [i for i, _ in hits] == [corpus[i].id for i in np.lexsort((np.arange(300), -scores)) if scores[i] > 0]
+        for cutoff in (5, 100, 300):
+            rank = sorted_rank(scores, rows, cutoff) if scores[rows].max() > 0 else None
+            assert bm25.gold_ranks([query], [golds], cutoff) == [rank]
+        ranks = dict.fromkeys(golds)  # by the list: others at least as good, the golds left out
+        best = max((s for i, s in hits if i in ranks), default=None)
+        assert bm25.gold_ranks([query], [golds], 300) == [
+            None if best is None else 1 + sum(s >= best for i, s in hits if i not in ranks)]
+
+
+def test_k_above_the_corpus_ret_04():
+    hits = BM25Retriever(plain(["red fox", "blue fox"])).search(["fox"], 10)[0]
+    assert [i for i, _ in hits] == ["0", "1"]
+    assert len(table_retriever([[1.0, 0], [0, 1.0]], ["a", "b"]).search(["0"], 10)[0]) == 2
+
+
+def test_k1_and_b_take_effect_after_a_query_ret_06():
+    bm25 = BM25Retriever(plain(["red fox jumps", "red dog", "blue bird sings in a tree", "red red wine"]), 0.9, 0.4)
+    bm25.search(["red"], 4)
+    bm25.b = 0.0
+    assert np.allclose(bm25.scores("red"), [0.187724, 0.187724, 0.0, 0.245983], atol=1e-4)
+    assert [i for i, _ in bm25.search(["red"], 4)[0]] == ["3", "0", "1"]
+    bm25.k1 = -1
+    with pytest.raises(RetrieverError, match="k1 is -1"):
+        bm25.search(["red"], 1)
+
+
+def test_unknown_words_find_nothing_ret_08():
+    bm25 = BM25Retriever(plain(["red fox jumps", "red dog", "blue bird sings in a tree", "red red wine"]))
+    first, second = bm25.search(["zyzzy qwrt", "red"], 2)
+    assert first == [] and len(second) == 2
+    assert bm25.search(["", "the of", " \n "], 2) == [[], [], []]
+    assert bm25.gold_ranks(["zyzzy", "", "fox", "red"], [["0"], ["0"], ["2"], ["2"]]) == [None] * 4  # score 0
+
+
+def test_different_queries_different_lists_ret_10():
+    hits = BM25Retriever(plain(["apple pie", "banana split", "cherry tart"])).search(["apple", "banana", "cherry"], 1)
+    assert [h[0][0] for h in hits] == ["0", "1", "2"]
+
+
+def test_very_long_query_ret_12():
+    bm25 = BM25Retriever(plain(["w7 w8", "x", "w1400"]))
+    query = " ".join(f"w{i}" for i in range(1500))
+    assert [i for i, _ in bm25.search([query], 3)[0]] == ["0"]  # cut after 1,024 words, and counted
+    assert bm25.counts == {"truncated": 1}
+
+
+def test_bm25_saved_and_opened(tmp_path):
+    corpus = passages(60)
+    fresh = BM25Retriever(corpus, 0.82, 0.68)
+    fresh.save(tmp_path / "bm25")
+    saved = BM25Retriever.open(tmp_path / "bm25", 0.82, 0.68)
+    queries = ["red fox", "number3 the garden garden", "nothingatall", ""]
+    assert saved.search(queries, 20) == fresh.search(queries, 20)
+    golds = [[corpus[i].id] for i in (1, 3, 5, 7)]
+    assert saved.gold_ranks(queries, golds) == fresh.gold_ranks(queries, golds)
+    assert isinstance(saved._scorer.scores["data"], np.memmap)
+    with pytest.raises(RetrieverError, match="k1 0.82"):
+        BM25Retriever.open(tmp_path / "bm25")
+    saved.k1 = 0.9
+    with pytest.raises(RetrieverError, match="saved"):
+        saved.search(queries, 1)
+    with pytest.raises(RetrieverError, match="python retriever.py"):
+        BM25Retriever.open(tmp_path / "nowhere")
+    with pytest.raises(RetrieverError, match="no.*word"):
+        BM25Retriever(plain(["the", "a of", ""]))
+
+
+def test_threads_equal_serial_ret_36(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts = load_encoder(str(tmp_path / "e"), device="cpu")
+    corpus = passages(100)
+    dense = DenseRetriever(build_index(tmp_path / "i", corpus, *parts), *parts)
+    bm25 = BM25Retriever(corpus)
+    rng = random.Random(9)
+    work = [[" ".join(rng.choices(WORDS, k=3)) for _ in range(50)] for _ in range(8)]
+    for r, step in ((bm25, 1), (dense, 10), (HybridRetriever(dense, bm25, depth=50), 25)):
+        def job(queries):
+            return [r.search(queries[i:i + step], 10) for i in range(0, 50, step)]
+        serial, together = [job(queries) for queries in work], [None] * 8
+
+        def run(i):
+            together[i] = job(work[i])
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert together == serial
+
+
+# --------------------------------------------------------------------------------------------------------------- fusion
+
+def test_rrf_by_hand():
+    fused = rrf([[("a", 9.0), ("b", 8.0), ("c", 7.0)], [("c", 1.0), ("a", 0.5)]])
+    assert fused == [("a", 1 / 61 + 1 / 62), ("c", 1 / 63 + 1 / 61), ("b", 1 / 62)]
+    assert rrf([["x"], ["y"]]) == [("x", 1 / 61), ("y", 1 / 61)]  # ties by id
+    assert rrf([["b", "a"], ["a", "b"]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
+    assert rrf([["a", "b"], ["b"]], weights=[2, 0.5], k=0) == [("a", 2.0), ("b", 1.5)]
+    assert rrf([["a", "b", "c"]], depth=1) == [("a", 1 / 61)]
+    assert rrf([["a", "a", "b"]]) == [("a", 1 / 61), ("b", 1 / 62)] and rrf([[], []]) == []
+    with pytest.raises(RetrieverError, match="weights"):
+        rrf([["a"]], weights=[1, 2])
+
+
+def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
+    texts = ["red fox", "blue fox", "green dog", "wine"]
+    dense = table_retriever([[1.0, 0], [2.0, 0], [3.0, 0], [3.0, 0]], list("0123"))
+    bm25 = BM25Retriever(plain(texts))
+
+    hybrid = HybridRetriever(dense, bm25)
+    assert hybrid.search(["3"], 10)[0] == [("2", 1 / 61), ("3", 1 / 62), ("1", 1 / 63), ("0", 1 / 64)]
+    assert hybrid.gold_ranks(["3", "3", "3"], [["2"], ["1"], ["0", "3"]]) == [2, 3, 2]  # "2" ties with "3"
+    dense.hits = lambda queries, k: [[("0", 2.0), ("1", 1.0)]] * len(queries)
+    dense.search = dense.hits
+    assert [i for i, _ in hybrid.search(["blue fox"], 10)[0]] == ["0", "1"]  # 1/61+1/62 twice: the id decides
+    assert hybrid.gold_ranks(["blue fox"] * 3, [["0"], ["1"], ["2"]]) == [2, 2, None]  # the tie counts against
+    dense.hits = lambda queries, k: [None] * len(queries)
+    assert hybrid.gold_ranks(["fox"], [["0"]])[0] is FAILED
+    for change, message in (({"depth": 49}, "depth is 49"), ({"weights": [1.0]}, "weights"),
+                            ({"weights": [1.0, -1.0]}, "weights")):
+        with pytest.raises(RetrieverError, match=message):
+            HybridRetriever(dense, bm25, **change)
+    with pytest.raises(RetrieverError, match="one corpus"):
+        HybridRetriever(dense, BM25Retriever(plain(texts[:3])))
+
+
+# ---------------------------------------------------------------------------------------------------------- entry point
+
+def write_corpus(path: Path, corpus: list[Passage]) -> str:
+    path.write_text("".join(json.dumps({"id": p.id, "title": p.title, "text": p.text}) + "\n" for p in corpus))
+    return str(path)
+
+
+def test_main_builds_and_open_retriever_opens(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    corpus = passages(30)
+    cfg = RetrieverConfig(kind="hybrid", corpus=write_corpus(tmp_path / "c.jsonl", corpus), index=str(tmp_path / "i"),
+                          encoder=str(tmp_path / "e"), shard_size=16, device="cpu")
+    result = R.main(cfg)
+    assert (result["count"], result["dim"], result["indexed"]) == (30, 32, 30) and result["bytes"] > 30 * 32 * 2
+    assert R.main(cfg)["indexed"] == 0
+    in_memory = open_retriever(RetrieverConfig(corpus=cfg.corpus))
+    queries, golds = ["red fox", "number3"], [["p0001"], ["p0003"]]
+    for kind in ("bm25", "dense", "hybrid"):
+        cfg.kind = kind
+        r = open_retriever(cfg)
+        assert len(r.search(queries, 5)) == 2 and len(r.gold_ranks(queries, golds)) == 2 and "p0003" in r.passage_ids
+        if kind == "bm25":
+            assert r.gold_ranks(queries, golds) == in_memory.gold_ranks(queries, golds)
+    cfg.kind, cfg.query_prefix = "dense", "query: "
+    with pytest.raises(RetrieverError, match="query_prefix"):
+        open_retriever(cfg)
+    for bad, message in ((RetrieverConfig(), "neither corpus nor index"),
+                         (RetrieverConfig(kind="dense"), "needs an index"),
+                         (RetrieverConfig(kind="dense", index=str(tmp_path / "x")), "python retriever.py"),
+                         (RetrieverConfig(index=str(tmp_path / "x")), "python retriever.py")):
+        with pytest.raises(RetrieverError, match=message):
+            open_retriever(bad)
+    with pytest.raises(RetrieverError, match="corpus"):
+        R.main(RetrieverConfig(kind="bm25", index=str(tmp_path / "i2")))
+
+
+def test_command_line(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", passages(9))
+    command = [sys.executable, str(ROOT / "retriever.py"), "kind=bm25", f"corpus={corpus}", f"index={tmp_path / 'i'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1])["count"] == 9
+
+
+def test_every_retriever_case_is_here_or_listed():
+    cases = ROOT.parent / "shared" / "cases.jsonl"
+    if not cases.is_file():
+        pytest.skip("the list of cases is not beside this checkout")
+    rows = map(json.loads, cases.read_text("utf-8").strip().split("\n"))
+    wanted = {row["id"] for row in rows if row["area"] == "retriever"}
+    tests = "".join(name for name in globals() if name.startswith("test_"))
+    assert {case for case in wanted if case.replace("-", "_") not in tests} == set(LATER)
+
+
+def test_minilm_tells_paraphrases():
+    """all-MiniLM-L6-v2, where it is at hand: the cosine of a paraphrase is far above that of a stranger."""
+    folder = os.environ.get("NANO_MINILM", "")
+    if not folder:
+        pytest.skip("set NANO_MINILM to the folder of all-MiniLM-L6-v2")
+    parts = load_encoder(folder, device="cpu")
+    assert parts[2].passage_length == 256
+    texts = ["A man is eating food.", "A man is eating a piece of bread.", "The cheetah runs."]
+    a, b, c = encode(*parts[:2], texts, parts[2])
+    assert a @ b > 0.6 > 0.3 > a @ c and abs(float(a.norm()) - 1) < 1e-5

@@ -1,0 +1,445 @@
+"""sft.py: masks, one loss whatever the cut, exact resumption, the warm-up's records, bad input."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_infer import CPU, Scripted, exit_status, read, response, write_turns
+from tiny import tiny_lm, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import data
+import infer
+import sft
+from distributed import Dist
+from model import token_logprobs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ELSEWHERE = {  # cases of the areas sft and checkpoint that this file does not test
+    "ckp-08": "a full disk while saving: distributed.save_checkpoint, tests of that file",
+    "ckp-12": "names under wrappers: distributed.full_parameters; here final/ loads strictly (overfit test)",
+    "ckp-14": "one checkpoint for all ranks: distributed.latest_checkpoint, tests of that file",
+}
+FACTS = [("who is Ann?", "A painter.", "she", "Ann"), ("who is Bob?", "A poet.", "he", "Bob"),
+         ("what is Oslo?", "A city.", "it", "Oslo"), ("who is Cleo?", "A queen.", "she", "Cleo"), ("who is Dag?", "A cook.", "he", "Dag")]
+
+
+def record(i, **changes):
+    question, answer, pronoun, name = FACTS[i % len(FACTS)]
+    row = dict(query_id=f"q{i}", conversation_id=f"c{i // 2}", turn=2, context=[[question, answer]], question=f"is {pronoun} {i}?",
+               gold_ids=[f"p{i}"], rewrite=f"is {name} {i}?", response=response(f"is {name} {i}?", f"{pronoun} = {name}"))
+    return row | changes
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm")
+    tiny_lm(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("records") / "records.jsonl")
+    data.write_jsonl(path, [record(i) for i in range(7)])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def short_prompt(monkeypatch):
+    """The instruction costs 500 tokens of the byte tokenizer; the tests in this process do without."""
+    monkeypatch.setattr(data, "INSTRUCTION", "Rewrite.")
+    torch.set_num_threads(1)
+
+
+def config(lm, records, output, **changes):
+    return sft.SFTConfig(**dict(stage="train", model=lm, records=records, output=str(output), epochs=2, lr=3e-3,
+                                sequences_per_step=3, micro_batch_size=2, heldout_fraction=0.25, save_every=1) | changes)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def metrics(output):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in read(Path(output) / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(lm, records, tmp_path_factory):
+    """The undisturbed run that others are compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "INSTRUCTION", "Rewrite.")
+        torch.set_num_threads(1)
+        output = tmp_path_factory.mktemp("whole") / "run"
+        return output, sft.main(config(lm, records, output))["train"]
+
+
+def same_run(a, b):
+    """Both runs wrote the same numbers and weights, bit for bit."""
+    assert metrics(a) == metrics(b)
+    one, two = weights(a / "final"), weights(b / "final")
+    assert not [k for k in one if not torch.equal(one[k], two[k])]
+
+
+# ------------------------------------------------------------------------------------------------------- rows and masks
+
+def rows_of(lm, records, **changes):
+    cfg = config(lm, records, "unused", **changes)
+    return sft.make_examples(data.read_turns(records), tiny_tokenizer(), cfg, records)
+
+
+def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
+    """sft-05: reasoning is in the target.  sft-07: prompt and answer are encoded apart and joined."""
+    turn = data.read_turns(records)[0]
+    example = rows_of(lm, records)[0][0]
+    tokenizer = tiny_tokenizer()
+    prompt = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
+    assert example.tokens[:len(prompt)] == prompt
+    target = [t for t, m in zip(example.tokens[1:], example.loss_mask) if m]
+    assert target == tokenizer(turn.response)["input_ids"] + [2] and len(example.loss_mask) == len(example.tokens) - 1
+    assert tokenizer.decode(target) == "<think>she = Ann</think>\n<rewrite>is Ann 0?</rewrite><|im_end|>"
+    assert sft.human_response("is she 0?", "is Ann 0?") == response("is Ann 0?", "missing: Ann")
+    assert tokenizer.decode(rows_of(lm, records, target="rewrite")[0][1].tokens).endswith(
+        "<think>missing: Bob</think>\n<rewrite>is Bob 1?</rewrite><|im_end|>")
+
+
+def test_mask_goes_by_position_when_pad_is_eos():
+    """sft-03: the one EOS of the response is trained, the equal ids behind it are not."""
+    batch = sft.collate([sft.Example([9, 7, 8, 2], [1, 1, 1], ""), sft.Example([9] * 6, [0] * 5, "")], 2, CPU.device)
+    assert batch.tokens[0].tolist() == [9, 7, 8, 2, 2, 2]
+    labels = torch.where(batch.loss_mask, batch.tokens[:, 1:], -100)
+    assert labels[0].tolist() == [7, 8, 2, -100, -100] and batch.attention_mask[0].tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
+    """sft-01: a row whose target would be cut is no row."""
+    path = str(tmp_path / "r.jsonl")
+    data.write_jsonl(path, [record(0), record(1, response=response("x" * 300)), record(2, response=None)])
+    limit = len(rows_of(lm, records)[0][0].tokens) + 5
+    examples, dropped = rows_of(lm, path, max_length=limit)
+    assert len(examples) == 1 and dropped == {f"longer than {limit} tokens": 1, "without response": 1}
+
+
+def test_no_row_left_is_an_error_before_the_model_is_loaded(lm, records, tmp_path, monkeypatch):
+    """sft-09"""
+    monkeypatch.setattr(sft, "load_causal_lm", lambda *a: pytest.fail("the model was loaded"))
+    with pytest.raises(data.DataError, match="7 longer than 20 tokens.*raise max_length"):
+        sft.main(config(lm, records, tmp_path / "o", max_length=20))
+
+
+def test_token_accuracy_counts_masked_positions_only():
+    """sft-11"""
+    logits = torch.nn.functional.one_hot(torch.tensor([[7, 8, 2, 2]]), 10).float()
+    mask = torch.tensor([[True, True, False, False]])
+    assert sft.count_correct(logits, torch.tensor([[7, 9, 2, 2]]), mask) / int(mask.sum()) == 0.5
+
+
+def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
+    examples = rows_of(lm, records)[0]
+    model = tiny_lm()
+    where = sft.D.setup()
+    try:
+        found = sft.heldout_loss(model, sft.micro_batches(examples, 2, 0, where))
+    finally:
+        sft.D.cleanup()
+    sums = torch.zeros(3)
+    for e in examples:
+        logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
+        targets, mask = torch.tensor(e.tokens[1:]), torch.tensor(e.loss_mask).bool()
+        sums += torch.stack([-logits[mask, targets[mask]].sum(), (logits.argmax(-1) == targets)[mask].sum(), mask.sum()])
+    assert found["heldout_loss"] == pytest.approx(float(sums[0] / sums[2]), rel=1e-5)
+    assert found["heldout_accuracy"] == pytest.approx(float(sums[1] / sums[2]), abs=1e-9)
+
+
+def test_heldout_shares_no_conversation_and_order_covers_every_row():
+    rows = [sft.Example([i], [], f"c{i // 2}") for i in range(11)]
+    train, held = sft.split_heldout(rows, 0.3, seed=1)
+    assert len(train) + len(held) == 11 and not {e.conversation_id for e in train} & {e.conversation_id for e in held}
+    assert sft.split_heldout(rows[:2], 0.3, seed=1) == (rows[:2], []) and sft.split_heldout(rows, 0.0, 1)[1] == []
+    cfg = sft.SFTConfig(sequences_per_step=4)
+    epochs = [[sft.step_examples(rows, 3 * epoch + i, cfg) for i in range(3)] for epoch in range(2)]
+    assert [len(step) for step in epochs[0]] == [4, 4, 3]  # the incomplete batch is kept
+    order = [[e.tokens[0] for step in steps for e in step] for steps in epochs]
+    assert sorted(order[0]) == sorted(order[1]) == list(range(11)) and order[0] != order[1]
+
+
+# ------------------------------------------------------------------------------------------------------------- the loss
+
+def one_update(examples, size, where=CPU):
+    """Weights after one step of plain gradient descent: start - gradient."""
+    model = tiny_lm().double()
+    batches = sft.micro_batches(examples, size, 0, where)
+    tokens = sum(sum(e.loss_mask) for e in examples)
+    loss, norm = sft.train_step(model, torch.optim.SGD(model.parameters()), batches, tokens, 1.0, 1e9)
+    return loss, norm, model.state_dict()
+
+
+def test_gradient_does_not_depend_on_the_micro_batch_size(lm, records):
+    examples = rows_of(lm, records)[0]
+    model = tiny_lm().double()
+    for e in examples:  # the oracle: row by row, nothing padded
+        logits = model(torch.tensor([e.tokens[:-1]])).logits[0]
+        labels = torch.tensor(e.tokens[1:]).masked_fill(~torch.tensor(e.loss_mask).bool(), -100)
+        part = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        (part / sum(sum(e.loss_mask) for e in examples)).backward()
+    for size in (1, 2, 4, 8):
+        after = one_update(examples, size)[2]
+        for name, p in model.named_parameters():
+            assert (after[name] - (p.detach() - p.grad)).abs().max() < 1e-6, (size, name)  # logits are taken in float32
+
+
+def test_processes_share_a_batch_without_loss(lm, records):
+    """Every process has as many micro-batches as the others, and together they have every row once."""
+    examples = rows_of(lm, records)[0]
+    for world in (1, 2, 3, 8, 9):
+        parts = [sft.micro_batches(examples, 2, 0, Dist(rank, world, CPU.device)) for rank in range(world)]
+        assert len({len(p) for p in parts}) == 1
+        assert sum(int(b.loss_mask.sum()) for p in parts for b in p) == sum(sum(e.loss_mask) for e in examples)
+    empty = sft.collate([], 0, CPU.device)
+    model = tiny_lm()
+    out = token_logprobs(model, empty.tokens, empty.attention_mask, positions=empty.loss_mask)
+    out.sum().backward()  # a process without rows still has a backward pass
+    assert out.tolist() == [[0.0]] and all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+def test_overfits_and_greedy_output_equals_the_target(records, tmp_path):
+    tiny_lm(tmp_path / "lm", hidden_size=64, intermediate_size=128)
+    path = str(tmp_path / "r.jsonl")
+    data.write_jsonl(path, [record(i) for i in range(4)])
+    result = sft.main(config(str(tmp_path / "lm"), path, tmp_path / "o", epochs=70, lr=1e-2, sequences_per_step=4,
+                             micro_batch_size=4, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
+    steps = metrics(tmp_path / "o")
+    assert steps[0]["loss"] > 4 and steps[-1]["loss"] < 0.05 and result["best_epoch"] == 70
+    infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, output=str(tmp_path / "i.jsonl"), max_tokens=100))
+    assert [r["response"] for r in read(tmp_path / "i.jsonl")] == [record(i)["response"] for i in range(4)]
+
+
+def test_run_folder(whole, lm, records):
+    """One line a step, the best epoch exported, figures kept, nothing half-written."""
+    output, result = whole
+    lines = metrics(output)
+    assert [row["step"] for row in lines] == [0, 1, 2, 3, 4] and [row.get("epoch") for row in lines] == [None, 1, 1, 2, 2]
+    assert [("heldout_loss" in row) for row in lines] == [True, False, True, False, True]
+    assert result["heldout_loss"] == min(lines[2]["heldout_loss"], lines[4]["heldout_loss"]) < lines[0]["heldout_loss"]
+    assert result["records"] + result["heldout"] == 7 and lines[1]["lr"] == 3e-3 and lines[4]["lr"] < lines[2]["lr"]
+    assert sorted(os.listdir(output)) == ["checkpoint_000003", "checkpoint_000004", "config.yaml", "final", "metrics.jsonl",
+                                          "result.json", "train.settings.json"]
+    assert sft.main(config(lm, records, output))["train"] == result  # nothing to do
+    with pytest.raises(data.DataError, match="lr was 0.003 and is 0.001.*overwrite=true"):
+        sft.main(config(lm, records, output, lr=1e-3))
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(monkeypatch, step):
+    """The process dies when it has written the line of `step`, before its checkpoint."""
+    log = sft.log_step
+
+    def dying(path, row, *rest):
+        log(path, row, *rest)
+        if row["step"] == step:
+            raise Crash
+    monkeypatch.setattr(sft, "log_step", dying)
+
+
+def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypatch):
+    """ckp-02: every resumption is in its place.  ckp-06: what a kill left of a save is ignored.  ckp-10: a damaged
+    state.json is passed over for the checkpoint before it."""
+    output = tmp_path / "run"
+    for step in (2, 4):
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            crash_at(patch, step)
+            sft.main(config(lm, records, output))
+    assert sorted(p.name for p in output.glob("checkpoint*")) == ["checkpoint_000002", "checkpoint_000003"]
+    (output / "checkpoint_000004.tmp").mkdir()
+    (output / "checkpoint_000003/state.json").write_text('{"step": 12')
+    with open(output / "metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "lo')
+    # same result from other micro-batches is not asked of floats; everything else may not differ in a bit
+    sft.main(config(lm, records, output))
+    same_run(output, whole[0])
+
+
+def test_sigterm_finishes_the_step_saves_and_leaves_with_143(lm, records, whole, tmp_path, monkeypatch):
+    log = sft.log_step
+
+    def interrupted(path, row, *rest):
+        log(path, row, *rest)
+        if row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
+        patch.setattr(sft, "log_step", interrupted)
+        sft.main(config(lm, records, output, save_every=100))
+    assert e.value.code == 143 and (output / "checkpoint_000003").is_dir() and not (output / "result.json").exists()
+    sft.main(config(lm, records, output))
+    same_run(output, whole[0])
+
+
+DRIVER = """
+import os, signal, sys
+sys.path[:0] = [{root!r}]
+import torch, config, data, sft
+torch.set_num_threads(1)
+data.INSTRUCTION = "Rewrite."
+log = sft.log_step
+def dying(path, row, *rest):
+    log(path, row, *rest)
+    if row["step"] == {kill}:
+        os.kill(os.getpid(), signal.SIGKILL)
+sft.log_step = dying
+config.run(sft.SFTConfig, sft.main)
+"""
+
+
+def drive(tmp_path, cfg, processes=1, kill=-1):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(root=str(ROOT), kill=kill))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    arguments = [f"{k}={json.dumps(v)}" for k, v in vars(cfg).items() if k != "retriever"]
+    return subprocess.run([sys.executable, *launcher, str(script), *arguments], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_sigkill_then_two_processes(lm, records, whole, tmp_path):
+    """A killed run goes on bit for bit in one process, and within rounding in two (ckp-04: same global order)."""
+    output = tmp_path / "run"
+    killed = drive(tmp_path, config(lm, records, output), kill=3)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(output), str(copy)], check=True)
+    sft.main(config(lm, records, output))
+    same_run(output, whole[0])
+    two = drive(tmp_path, config(lm, records, copy), processes=2)
+    assert two.returncode == 0, two.stderr
+    summary = json.loads(two.stdout.strip().splitlines()[-1])["train"]
+    assert summary["heldout_loss"] == pytest.approx(whole[1]["heldout_loss"], rel=1e-5)
+    rows, expected = metrics(copy), metrics(whole[0])
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    for row, other in zip(rows[3:], expected[3:]):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5) and row["tokens"] == other["tokens"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    one, other = weights(copy / "final"), weights(whole[0] / "final")
+    assert all((one[k] - other[k]).abs().max() < 2e-4 for k in one)  # Adam turns rounding of tiny gradients into ~lr
+
+
+def test_gradients_that_are_not_finite_end_the_run(lm, records, tmp_path):
+    model = tiny_lm()
+    model.model.norm.weight.data[0] = math.nan
+    model.save_pretrained(tmp_path / "lm")
+    tiny_tokenizer().save_pretrained(tmp_path / "lm")
+    with pytest.raises(sft.Diverged, match="3 times in a row"):
+        sft.main(config(str(tmp_path / "lm"), records, tmp_path / "o", epochs=3))
+    lines = metrics(tmp_path / "o")
+    assert [row.get("skipped") for row in lines] == [None, 1, 2, 3] and lines[1]["loss"] is None
+    before, after = tiny_lm().state_dict(), weights(tmp_path / "o/final")
+    assert all(torch.equal(before[k], after[k]) for k in before if k != "model.norm.weight")  # nothing was updated
+
+
+# ------------------------------------------------------------------------------------------------------------- warm-up
+
+class Ranks:
+    """A retriever that knows the ranks of texts; remembers what was searched."""
+
+    passage_ids = {"p0", "p1", "p2", "p3", "p4"}
+
+    def __init__(self, ranks):
+        self.ranks, self.searched = ranks, []
+
+    def gold_ranks(self, queries, gold_ids, cutoff=100):
+        self.searched += queries
+        return [self.ranks[q] for q in queries]
+
+
+def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
+    questions = {f"q{i}": f"question {i}" for i in range(5)}
+    turns = write_turns(tmp_path / "t.jsonl", questions)
+    rows = read(turns) + [dict(query_id="none", question="no gold")]
+    data.write_jsonl(turns, rows)
+    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
+    answers = {"question 0": [response("good"), response("good", "again"), response("second"), "good"],  # two different
+               "question 1": [response("second"), response("good"), response("good"), response("bad")],
+               "question 2": [response("bad"), response("broken"), "", "<think>a</think>\n<rewrite></rewrite>"],
+               "question 3": ["good"] * 4, "question 4": [response("second")] * 4}
+    engine = Scripted(answers)
+    retriever = Ranks({"good": 1, "second": 2, "bad": None, "broken": math.nan})
+    monkeypatch.setattr(infer, "open_engine", lambda *a: engine)
+    monkeypatch.setattr(sft, "open_retriever", lambda cfg: retriever)
+    cfg = sft.SFTConfig(stage="sample", model=lm, turns=turns, examples=str(tmp_path / "e.jsonl"), output=str(tmp_path / "o"),
+                        samples_per_turn=4, max_tokens=200)
+    stats = sft.main(cfg)["sample"]
+    records = read(tmp_path / "o/records.jsonl")
+    assert [(r["query_id"], r["response"], r["rank"], r["sample"]) for r in records] == [
+        ("q0", response("good"), 1, 0), ("q1", response("good"), 1, 1)]
+    assert stats | {"mean_tokens": 0} == {
+        "turns": 5, "turns_without_gold": 1, "samples": 20, "well_formed": 13, "malformed": 7, "too_long": 0, "engine_error": 0,
+        "searches": 8, "search_failed": 1, "found_in_100": 10, "within_max_rank": 4, "turns_covered": 2, "kept": 2, "mean_tokens": 0}
+    assert len(retriever.searched) == 8  # equal rewrites of a turn are searched once, malformed ones never
+    engine.asked.clear()
+    assert sft.main(cfg)["sample"] == stats and not engine.asked  # nothing to do
+    with pytest.raises(data.DataError, match="max_rank was 1 and is 2"):
+        sft.main(sft.SFTConfig(**{**vars(cfg), "max_rank": 2}))
+    more = sft.SFTConfig(**{**vars(cfg), "max_rank": 2, "keep_per_turn": 3, "output": str(tmp_path / "o2")})
+    sft.main(more)
+    assert [(r["query_id"], r["rank"]) for r in read(tmp_path / "o2/records.jsonl")] == [
+        ("q0", 1), ("q0#1", 1), ("q0#2", 2), ("q1", 1), ("q1#0", 2), ("q4", 2)]
+    assert data.read_turns(str(tmp_path / "o2/records.jsonl"))[1].conversation_id == "cq0"
+
+
+def test_all_samples_then_trains_and_an_empty_yield_is_an_error(lm, tmp_path, monkeypatch):
+    turns = write_turns(tmp_path / "t.jsonl", {f"q{i}": f"question {i}" for i in range(5)})
+    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
+    data.write_jsonl(str(tmp_path / "c.jsonl"), [{"id": "p1", "title": "", "text": "the capital of Norway is Oslo"},
+                                                 {"id": "p2", "title": "", "text": "the river of Rome is the Tiber"}])
+    answers = {f"question {i}": response("capital of Norway" if i < 4 else "river of Rome") for i in range(5)}
+    monkeypatch.setattr(infer, "open_engine", lambda *a: Scripted(answers))
+    cfg = config(lm, "", tmp_path / "o", stage="all", turns=turns, examples=str(tmp_path / "e.jsonl"), max_turns=4)
+    cfg.retriever.corpus = str(tmp_path / "c.jsonl")
+    result = sft.main(cfg)
+    assert result["sample"]["turns"] == 4 and result["sample"]["kept"] in (3, 4)  # BM25, by the real retriever
+    assert result["train"]["records"] + result["train"]["heldout"] == result["sample"]["kept"]
+    answers.update({k: response("river of Rome") for k in answers})
+    cfg.overwrite = True
+    with pytest.raises(data.DataError, match="none of 4 samples is kept, 4 are well formed; raise samples_per_turn"):
+        sft.main(cfg)
+
+
+def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    out = f"output={tmp_path / 'o'}"
+    train = ["stage=train", f"model={lm}", out]
+    for arguments, text in [
+            (train + [f"records={tmp_path}/none.jsonl"], "none.jsonl"), (train + [f"records={tmp_path}/empty.jsonl"], "no turns"),
+            (train, "records.jsonl"), (["stage=train", f"model={tmp_path}/no", out, f"records={records}"], "no tokenizer"),
+            (train + [f"records={records}", "epochs=0"], "epochs=0"), (train + [f"records={records}", "lr=fast"], "lr"),
+            (train + [f"records={records}", "heldout_fraction=1"], "heldout_fraction"), ([f"model={lm}", out], "turns is empty")]:
+        status, err = exit_status(arguments, capsys, sft, sft.SFTConfig)
+        assert status == 2 and text in err and "Traceback" not in err, (arguments, err)
+
+
+def test_every_knob_is_documented():
+    import config as configuration
+    for cls in (sft.SFTConfig, infer.InferConfig):
+        assert set(configuration.field_docs(cls)) >= set(vars(cls())) - {"retriever"}
+
+
+def test_all_cases_of_the_areas_are_here_or_listed(request):
+    """Case ids named in the tests of sft.py and infer.py, and those tested elsewhere."""
+    import test_infer
+    text = Path(__file__).read_text() + Path(test_infer.__file__).read_text()
+    expected = ([f"sft-{i:02d}" for i in range(1, 12, 2)] + [f"inf-{i:02d}" for i in range(2, 13, 2)]
+                + [f"ckp-{i:02d}" for i in (2, 4, 6, 8, 10, 12, 14)])
+    assert not set(expected) - set(re.findall(r"(?:sft|inf|ckp)-\d\d", text.partition("def test_all_cases")[0] + text))
