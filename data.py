@@ -338,14 +338,19 @@ def response_text(think: str, rewrite: str) -> str:
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
-def few_shot_prompt(turn: Turn, examples: list[Turn]) -> str:
-    """The self-distillation user message: the same instruction, solved examples, then the turn (Fig. 6).
+def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
+    """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
-    An example is a Turn with a `response`.
+    An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a small
+    model keeps the form far more often (SmolLM2-135M copies the examples otherwise).
     """
-    shown = [f"{_conversation(e.context, e.question)}\n{e.response}" for e in examples]
-    return "\n\n".join([INSTRUCTION, "Examples:", *shown, "Now answer this one in the same form.",
-                        _conversation(turn.context, turn.question)])
+    messages = []
+    for example in examples:
+        messages += [{"role": "user", "content": _conversation(example.context, example.question)},
+                     {"role": "assistant", "content": example.response}]
+    messages.append({"role": "user", "content": _conversation(turn.context, turn.question)})
+    messages[0]["content"] = f"{INSTRUCTION}\n\n{messages[0]['content']}"
+    return messages
 
 
 def read_examples(path: str) -> list[Turn]:
@@ -374,20 +379,25 @@ def defuse(text: str, special: Iterable[str]) -> str:
     return text
 
 
-def encode_chat(tokenizer, user_text: str) -> list[int]:
-    """Token ids of one user message in the tokenizer's chat template, up to where the assistant begins to write.
+def encode_chat(tokenizer, chat: str | list[dict]) -> list[int]:
+    """Token ids of a chat (a user's text, or role/content messages) in the tokenizer's template, up to where the assistant begins.
 
     The template writes BOS itself where the model wants one, so none is added (once, never twice); the date is pinned;
-    special-token strings inside `user_text` are made harmless.  DataError: a tokenizer without a chat template.
+    special-token strings inside the texts are made harmless.  DataError: a tokenizer without a chat template.
     """
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
                         "or add a chat_template.jinja to its folder")
     # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
     special = {*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)}
-    message = {"role": "user", "content": defuse(user_text, sorted(special))}
-    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True, date_string=TEMPLATE_DATE,
-                                         strftime_now=lambda form: TEMPLATE_DATE, enable_thinking=False)
+    chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+    messages = [m | {"content": defuse(m["content"], sorted(special))} for m in chat]
+    # A macro, because transformers hands no function of ours on to a template.
+    template = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n{tokenizer.get_chat_template()}"
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True,
+                                         date_string=TEMPLATE_DATE, enable_thinking=False)
+    # Templates of reasoning models open the think block themselves: left to the model, so that a response holds both its tags.
+    text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

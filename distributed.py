@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 
@@ -135,15 +135,25 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`named_parameters`, sharded where the model is: the parameters that the optimizer knows.
+
+    After a forward pass without a backward pass FSDP keeps the root's parameters whole, under the same names.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    yield from model.named_parameters()
+
+
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective on every rank."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model):
         yield clean_name(name), full_tensor(parameter.detach())
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before (nan or inf: not scaled)."""
-    params = [p for p in model.parameters() if p.grad is not None]
+    params = [p for _, p in _named_parameters(model) if p.grad is not None]
     if not params:
         return 0.0
     norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))  # whole, before clipping adds its 1e-6
@@ -157,7 +167,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Named parameters and, by the same names, the optimizer's moments (made here if no step was taken yet)."""
     state: dict = {"model": {}, "optimizer": {}}
-    for name, p in model.named_parameters():
+    for name, p in _named_parameters(model):
         state["model"][name] = p
         if p.requires_grad:
             moments = optimizer.state[p]
@@ -202,11 +212,15 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
                 f.flush()
                 os.fsync(f.fileno())
     except (Exception, CheckpointException) as e:  # dcp puts an OSError of any rank into its own, a BaseException
-        problem = " ".join(str(e).split()) or type(e).__name__
+        problem = _reason(e)
+        with contextlib.suppress(OSError):  # torch reports a full disk as "unexpected pos"
+            if shutil.disk_usage(run_dir).free < 1 << 20 and "No space" not in problem:
+                problem = f"No space left on device: {problem}"
     if problems := [p for p in gather_objects(problem) if p]:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0][-300:]}; earlier checkpoints are intact: "
+        dist.barrier()  # nobody leaves, and has torchrun end the others, before it is removed
+        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0]}; earlier checkpoints are intact: "
                               "free some disk space and start again, the run resumes from the newest")
     if rank == 0:
         _replace(temporary, folder)
@@ -218,13 +232,25 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
     return folder
 
 
+def _reason(e: BaseException) -> str:
+    """In one line what went wrong: the first error of any rank, out of torch.distributed.checkpoint's wrapping."""
+    if isinstance(e, CheckpointException) and e.failures:
+        e = next(iter(e.failures.values()))[0]
+    return " ".join(str(e).split())[-300:] or type(e).__name__
+
+
 def _replace(temporary: str, folder: str) -> None:
     """Give a finished folder its name, in place of an older one: what bears the name is whole at any moment."""
     retired = f"{folder}.old.tmp"
     shutil.rmtree(retired, ignore_errors=True)
     if os.path.isdir(folder):
         os.rename(folder, retired)
-    os.rename(temporary, folder)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if os.path.isdir(retired):
+            os.rename(retired, folder)
+        raise
     shutil.rmtree(retired, ignore_errors=True)
 
 
@@ -266,7 +292,7 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
     try:
         dcp.load(_training_state(model, optimizer), checkpoint_id=folder)
     except (Exception, CheckpointException) as e:
-        raise CheckpointError(f"checkpoint {folder} does not load: {' '.join(str(e).split())[-300:]}; "
+        raise CheckpointError(f"checkpoint {folder} does not load: {_reason(e)}; "
                               "it is damaged or belongs to another model: remove it to resume from the one before") from e
     path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
     if os.path.exists(path):
@@ -278,8 +304,12 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32) -> None:
-    """Write a Hugging Face folder that stock transformers and vLLM load (a collective; rank 0 writes, whole or not at all)."""
+    """Write a Hugging Face folder that stock transformers and vLLM load (a collective; rank 0 writes, whole or not at all).
+
+    CheckpointError on a full disk or an unwritable folder: what stood in `folder` before stays.
+    """
     from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     state = {}
@@ -300,9 +330,11 @@ def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = tor
                 model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
             tokenizer.save_pretrained(temporary)
             _replace(temporary, folder)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(temporary)
+        except BaseException as e:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(e, (OSError, SafetensorError)):
+                raise CheckpointError(f"{folder} could not be written: {' '.join(str(e).split())[-300:]}; "
+                                      "an earlier export there is intact: free some disk space and start again") from e
             raise
     if dist.is_initialized():
         dist.barrier()

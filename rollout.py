@@ -1,9 +1,9 @@
 """Sampling: the embedded engine (plain PyTorch over a transformers model) and the training batch made of its rollouts.
 
 The engine sees token ids only: no template and no tag is known here, and ids that were sampled are never encoded again.
-What it saves over `transformers.generate`: the longest common prefix of all prompts of a call is computed once and its keys
-and values are stored once; every other prompt token is computed once for all samples of the prompt; sequences that finish
-leave the batch at once and waiting ones take their places; log-probabilities come from the logits that were sampled.
+What it saves over `transformers.generate`: the longest common prefix of all prompts of a call is computed once and its
+keys and values are stored once; every other prompt token is computed once for all samples of the prompt; sequences that
+finish leave the batch at once and waiting ones take their places; log-probabilities come from the logits sampled from.
 
 Shapes: B sequences, T predicted positions, V vocabulary, R rows of the running batch, U prompts computed together,
 S positions, P length of the shared prefix, H query heads, K key/value heads, D head size, W = H / K.
@@ -11,6 +11,7 @@ S positions, P length of the shared prefix, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,15 +47,18 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """texts that end the response; the tokens that hold them are kept"""
     seed: int | None = None
-    """draws depend on the seed, the prompt, the sample's index and the position alone; None draws one from torch's generator"""
+    """draws depend on seed, prompt, sample index and position alone; None takes a seed from torch's global generator"""
 
     def __post_init__(self):
         if isinstance(self.stop, str) or not all(self.stop):
             raise RolloutError(f"stop={self.stop!r}: expected a tuple of non-empty strings; write stop=('</search>',)")
         object.__setattr__(self, "stop", tuple(self.stop))
-        for name, ok, rule in (("n", self.n >= 1, "at least 1"), ("max_tokens", self.max_tokens >= 1, "at least 1"),
-                               ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or above"),
-                               ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")):
+        for name, ok, rule in (
+            ("n", self.n >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
             if not ok:
                 raise RolloutError(f"{name}={getattr(self, name)}: {name} is {rule}")
 
@@ -65,7 +69,9 @@ class Rollout:
 
     prompt_ids: list[int]
     response_ids: list[int]  # as sampled, end token included
-    logprobs: list[float]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: renormalised over what was kept)
+    logprobs: list[
+        float
+    ]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: renormalised over what was kept)
     loss_mask: list[int]  # 1 where the model wrote the token
     group_id: int  # index of the prompt in the call
     end: str  # "eos", "stop", "length", or "engine_error": non-finite logits, to be excluded and counted, never scored
@@ -80,6 +86,8 @@ class RolloutBatch:
     loss_mask: Tensor  # (B, T) float32, entry t is 1 where the model wrote tokens[t+1] and it is trained
     logprobs: Tensor  # (B, T) float32, the engine's, 0 where loss_mask is 0
     advantages: Tensor  # (B,) float32
+    prompt_lengths: Tensor  # (B,) int64
+    group_ids: Tensor  # (B,) int64: equal where the prompt is the same
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,15 +99,24 @@ class RolloutBatch:
     def select(self, rows: Tensor) -> RolloutBatch:
         """Copies of the given rows (M,) int64, cut to the longest of them."""
         end = int(self.attention_mask[rows].sum(-1).max())
-        return RolloutBatch(self.tokens[rows, :end], self.attention_mask[rows, :end], self.loss_mask[rows, :end - 1],
-                            self.logprobs[rows, :end - 1], self.advantages[rows])
+        return RolloutBatch(
+            self.tokens[rows, :end],
+            self.attention_mask[rows, :end],
+            self.loss_mask[rows, : end - 1],
+            self.logprobs[rows, : end - 1],
+            self.advantages[rows],
+            self.prompt_lengths[rows],
+            self.group_ids[rows],
+        )
 
 
 def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int) -> RolloutBatch:
     """The training batch of B rollouts and their B advantages. Raises RolloutError where lengths don't fit together."""
     if not rollouts or len(rollouts) != len(advantages):
-        raise RolloutError(f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs one advantage for each of "
-                           "at least one rollout")
+        raise RolloutError(
+            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs one advantage for each of "
+            "at least one rollout"
+        )
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
     tokens = torch.full((len(rollouts), width), pad_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(tokens)
@@ -108,15 +125,24 @@ def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | 
     for i, r in enumerate(rollouts):
         p, n = len(r.prompt_ids), len(r.response_ids)
         if p == 0 or len(r.logprobs) != n or len(r.loss_mask) != n:
-            raise RolloutError(f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} log-probabilities and "
-                               f"{len(r.loss_mask)} mask entries: the prompt is not empty and the last three agree")
-        tokens[i, :p + n] = torch.tensor(r.prompt_ids + r.response_ids)
-        attention_mask[i, :p + n] = 1
+            raise RolloutError(
+                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} log-probabilities and "
+                f"{len(r.loss_mask)} mask entries: the prompt is not empty and the last three agree"
+            )
+        tokens[i, : p + n] = torch.tensor(r.prompt_ids + r.response_ids)
+        attention_mask[i, : p + n] = 1
         mask = torch.tensor(r.loss_mask, dtype=torch.float32)
-        loss_mask[i, p - 1:p - 1 + n] = mask  # the token at p + j is predicted at entry p + j - 1
-        logprobs[i, p - 1:p - 1 + n] = torch.where(mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0)
-    return RolloutBatch(tokens, attention_mask, loss_mask, logprobs,
-                        torch.as_tensor(advantages, dtype=torch.float32).detach().clone())
+        loss_mask[i, p - 1 : p - 1 + n] = mask  # the token at p + j is predicted at entry p + j - 1
+        logprobs[i, p - 1 : p - 1 + n] = torch.where(mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0)
+    return RolloutBatch(
+        tokens,
+        attention_mask,
+        loss_mask,
+        logprobs,
+        torch.as_tensor(advantages, dtype=torch.float32).detach().clone(),
+        torch.tensor([len(r.prompt_ids) for r in rollouts]),
+        torch.tensor([r.group_id for r in rollouts]),
+    )
 
 
 class _KVCache:
@@ -128,7 +154,9 @@ class _KVCache:
     def __init__(self, rows: int, capacity: int):
         self.rows, self.capacity = rows, capacity
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (1, K, P, D) keys and values
-        self.slots: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (rows, K, capacity, D), allocated by the first prompt
+        self.slots: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # layer → (rows, K, capacity, D), allocated by the first prompt
         self.lengths: list[int] = []  # positions in use, of the rows that run
         self.prefix_length = 0
 
@@ -148,7 +176,9 @@ class _KVCache:
         self.at = torch.tensor(self.lengths, device=device)
         self.lengths = [n + 1 for n in self.lengths]
         longest = max(self.lengths)
-        self.hidden = torch.arange(longest, device=device) > self.at[:, None]  # (R, S) not there yet, or another's remains
+        self.hidden = (
+            torch.arange(longest, device=device) > self.at[:, None]
+        )  # (R, S) not there yet, or another's remains
         self.index = torch.arange(len(self.lengths), device=device)
         self.write = self._write_step
         return self.at[:, None] + self.prefix_length
@@ -162,18 +192,18 @@ class _KVCache:
             self.slots[layer] = tuple(x.new_empty(self.rows, x.shape[1], self.capacity, x.shape[3]) for x in (k, v))
         joined = slice(self.first, len(self.lengths))
         for slot, x in zip(self.slots[layer], (k, v)):
-            slot[joined, :, :x.shape[2]] = x[self.source]
-        self.slots[layer][1][joined, :, k.shape[2]:] = 0  # a weight of 0 does not hide a NaN that was left there
+            slot[joined, :, : x.shape[2]] = x[self.source]
+        self.slots[layer][1][joined, :, k.shape[2] :] = 0  # a weight of 0 does not hide a NaN that was left there
         if self.prefix_length:
             k, v = (torch.cat([p.expand(len(k), -1, -1, -1), x], dim=2) for p, x in zip(self.prefix[layer], (k, v)))
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=True)
 
     def _write_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one query a row. The W query heads of a key/value head become W queries, so nothing is repeated."""
+        """Attention of one query a row: the W query heads of a key/value head become W queries, nothing is repeated."""
         (rows, heads, _, d), n_kv = q.shape, k.shape[1]
         own_k, own_v = self.slots[layer]
         own_k[self.index, :, self.at], own_v[self.index, :, self.at] = k[:, :, 0], v[:, :, 0]
-        own_k, own_v = (x[:rows, :, :self.hidden.shape[1]] for x in (own_k, own_v))
+        own_k, own_v = (x[:rows, :, : self.hidden.shape[1]] for x in (own_k, own_v))
         q = q.view(rows, n_kv, heads // n_kv, d) * scale
         scores = (q @ own_k.transpose(2, 3)).masked_fill_(self.hidden[:, None, None], float("-inf"))  # (R, K, W, S)
         if not self.prefix_length:
@@ -182,8 +212,8 @@ class _KVCache:
         folded = q.transpose(0, 1).reshape(n_kv, -1, d)  # all rows' queries against the one prefix: (K, R*W, D)
         shared = (folded @ prefix_k.transpose(1, 2)).view(n_kv, rows, -1, self.prefix_length).transpose(0, 1)
         weights = torch.cat([shared, scores], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)  # (R, K, W, P+S)
-        shared = weights[..., :self.prefix_length].transpose(0, 1).reshape(n_kv, -1, self.prefix_length) @ prefix_v
-        out = weights[..., self.prefix_length:] @ own_v + shared.view(n_kv, rows, -1, d).transpose(0, 1)
+        shared = weights[..., : self.prefix_length].transpose(0, 1).reshape(n_kv, -1, self.prefix_length) @ prefix_v
+        out = weights[..., self.prefix_length :] @ own_v + shared.view(n_kv, rows, -1, d).transpose(0, 1)
         return out.reshape(rows, heads, 1, d)
 
     def keep(self, kept: list[int]) -> list[int]:
@@ -201,13 +231,24 @@ class _KVCache:
         return order
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-               scaling: float, kv: _KVCache, **kwargs) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    kv: _KVCache,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """transformers' attention interface over `_KVCache`: query (B, H, S, D) → (B, S, H, D)."""
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise RolloutError(f"{type(module).__name__} uses {name}, which TorchEngine does not compute; use a Qwen2/2.5/3, Llama "
-                               "or SmolLM2 model")
+            raise RolloutError(
+                f"{type(module).__name__} uses {name}, which TorchEngine does not compute; use a Qwen2/2.5/3, Llama "
+                "or SmolLM2 model"
+            )
     return kv.write(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
 
@@ -217,12 +258,13 @@ AttentionInterface.register("rollout", _attention)
 def sample_tokens(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution at `uniform`; greedy where the temperature is 0.
 
-    logits (R, V) float32, temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64, logprobs (R,) float32:
-    log_softmax(logits / temperature) (temperature 1 for greedy rows), renormalised over the kept tokens where top_p < 1.
-    A row with NaN or infinite logits has a NaN log-probability and a meaningless id. A token of probability 0 is never drawn.
+    logits (R, V) float32, temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64, logprobs
+    (R,) float32: log_softmax(logits / temperature) (temperature 1 for greedy rows), renormalised over the kept tokens
+    where top_p < 1. A row with NaN or +infinite logits has a NaN log-probability and a meaningless id. A token of
+    probability 0 is never drawn.
     """
     greedy = temperature == 0
-    logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)  # (R, V); NaN all over where one logit is
+    logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)  # (R, V); one NaN makes a row NaN
     if bool(greedy.any()):
         ids = logp.argmax(-1)
     if not bool(greedy.all()):
@@ -238,7 +280,8 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: T
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """(R, V) weights, (R,) in [0, 1) → (R,) first index whose cumulative weight lies above uniform × total.
 
-    Two steps, blocks and then the tokens of one: cumulative sums over all of V in float64 cost as much as two decoder layers.
+    Two steps, blocks and then the tokens of one: a float64 cumulative sum over all of V costs more than two decoder
+    layers.
     """
     rows, size = probabilities.shape
     blocks = nn.functional.pad(probabilities, (0, -size % BLOCK)).view(rows, -1, BLOCK)
@@ -248,7 +291,7 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, N) float64 weights → (R,) first index whose cumulative weight lies above uniform × total, and how far into it."""
+    """(R, N) float64 weights → (R,) first index whose cumulative weight is above uniform × total, how far into it."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -270,7 +313,9 @@ def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[T
     kept = top.masked_fill(before >= top_p[:, None], float("-inf"))
     kept[:, 0] = top[:, 0]
     choice = _invert(kept.exp(), uniform)[:, None]
-    return order.gather(-1, choice).squeeze(-1), (kept.gather(-1, choice) - kept.logsumexp(-1, keepdim=True)).squeeze(-1)
+    return order.gather(-1, choice).squeeze(-1), (kept.gather(-1, choice) - kept.logsumexp(-1, keepdim=True)).squeeze(
+        -1
+    )
 
 
 @dataclass
@@ -280,8 +325,7 @@ class _Request:
     rollout: Rollout
     sampling: Sampling
     draws: random.Random
-    place: int  # in the result
-    stop_window: int = 0  # last tokens that can hold a stop string
+    stop_window: int  # last tokens that can hold a stop string
 
 
 @dataclass
@@ -297,8 +341,8 @@ class GenerateStats:
 class TorchEngine:
     """Samples from a transformers causal LM that it owns; runs on the model's device, in the model's dtype.
 
-    `eos_ids`: every id that ends a response (lists of a generation config included). `pad_id` fills unused positions and is
-    never looked at. `tokenizer` is needed for stop strings only. `max_batch` rows run at the same time.
+    `eos_ids`: every id that ends a response (lists of a generation config included). `pad_id` fills unused positions
+    and is never looked at. `tokenizer` is needed for stop strings only. `max_batch` rows run at the same time.
     """
 
     def __init__(self, model: nn.Module, eos_ids: Iterable[int], pad_id: int, tokenizer=None, max_batch: int = 64):
@@ -306,15 +350,19 @@ class TorchEngine:
         eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
         for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
             if not 0 <= token < vocabulary:
-                raise RolloutError(f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
-                                   "for padding for example")
+                raise RolloutError(
+                    f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
+                    "for padding for example"
+                )
         if max_batch < 1:
             raise RolloutError(f"max_batch={max_batch}: at least one row has to run")
         self.model = model.eval().requires_grad_(False)
         self.eos_ids, self.pad_id, self.tokenizer, self.max_batch = frozenset(eos_ids), pad_id, tokenizer, max_batch
         self.vocabulary = vocabulary
         limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")]
-        self.max_length = min((x for x in limits if x), default=1 << 30)  # a window never slides: sequences end before it
+        self.max_length = min(
+            (x for x in limits if x), default=1 << 30
+        )  # a window never slides: sequences end before it
         self.stats = GenerateStats()
         self._asleep, self._half_copied = False, False
 
@@ -325,37 +373,50 @@ class TorchEngine:
     # ---- generate
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling],
-                 progress: Callable[[int, int, float], None] | None = None) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> list[Rollout]:
         """Sample every prompt (a list of token ids); returns sum(n) rollouts, the samples of a prompt side by side.
 
-        `sampling`: one for all prompts or one a prompt. `progress(finished, total, tokens_per_second)` is called now and then.
-        Raises RolloutError before anything runs: an empty or over-long prompt, an unknown id, stop strings without tokenizer;
-        and on an engine that sleeps or whose last weight sync failed.
+        `sampling`: one for all prompts or one a prompt. `progress(finished, total, tokens_per_second)` is called now
+        and then. Raises RolloutError before anything runs: an empty or over-long prompt, an unknown id, stop strings
+        without tokenizer; and on an engine that sleeps or whose last weight sync failed.
         """
         if self._asleep or self._half_copied:
-            raise RolloutError("the engine's last weight sync failed; sync the full set of weights again" if self._half_copied else
-                               "the engine sleeps; call wake() before generate()")
+            raise RolloutError(
+                "the engine's last weight sync failed; sync the full set of weights again"
+                if self._half_copied
+                else "the engine sleeps; call wake() before generate()"
+            )
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        prompts = [list(p) for p in prompts]
+        prompts = [[int(t) for t in p] for p in prompts]
         self._check(prompts, samplings)
         self.stats, started = GenerateStats(), time.perf_counter()
         waiting: dict[tuple[int, ...], list[_Request]] = {}  # equal prompts are one
         requests = []
         for group_id, (prompt, s) in enumerate(zip(prompts, samplings)):
             seed = s.seed if s.seed is not None else int(torch.randint(2**63 - 1, ()))
-            window = max((len(x.encode()) for x in s.stop), default=0) + 8  # a token holds a byte at least; the rest is slack
+            window = (
+                max((len(x.encode()) for x in s.stop), default=0) + 8
+            )  # a token holds a byte at least; the rest is slack
             for i in range(s.n):
-                requests.append(_Request(Rollout(prompt, [], [], [], group_id, ""), s, random.Random(f"{seed}/{i}/{prompt}"),
-                                         len(requests), window))
+                rollout = Rollout(list(prompt), [], [], [], group_id, "")
+                requests.append(_Request(rollout, s, random.Random(f"{seed}/{i}/{prompt}"), window))
                 waiting.setdefault(tuple(prompt), []).append(requests[-1])
 
         def report() -> None:
             self.stats.seconds = time.perf_counter() - started
             if progress is not None:
-                progress(sum(bool(r.rollout.end) for r in requests), len(requests), self.stats.sampled_tokens / self.stats.seconds)
+                progress(
+                    sum(bool(r.rollout.end) for r in requests),
+                    len(requests),
+                    self.stats.sampled_tokens / self.stats.seconds,
+                )
 
-        # A group larger than the batch runs alone: its whole prompt is then the shared prefix, computed once for all passes.
+        # A group larger than the batch runs alone: its whole prompt is then the prefix, computed once for all passes.
         large = [p for p, group in waiting.items() if len(group) > self.max_batch]
         shared = sorted((p for p in waiting if p not in large), key=len, reverse=True)
         implementation = self.model.config._attn_implementation
@@ -370,18 +431,28 @@ class TorchEngine:
 
     def _check(self, prompts: list[list[int]], samplings: list[Sampling]) -> None:
         if len(prompts) != len(samplings):
-            raise RolloutError(f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt")
+            raise RolloutError(
+                f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt"
+            )
         for i, (prompt, s) in enumerate(zip(prompts, samplings)):
             if not prompt:
-                raise RolloutError(f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow")
+                raise RolloutError(
+                    f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow"
+                )
             if len(prompt) + s.max_tokens > self.max_length:
-                raise RolloutError(f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the model's "
-                                   f"{self.max_length} positions. Filter or shorten long prompts, or lower max_tokens")
+                raise RolloutError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the model's "
+                    f"{self.max_length} positions. Filter or shorten long prompts, or lower max_tokens"
+                )
             if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-                raise RolloutError(f"prompt {i} holds an id outside the vocabulary of {self.vocabulary}: encode it with the model's "
-                                   "own tokenizer")
+                raise RolloutError(
+                    f"prompt {i} holds an id outside the vocabulary of {self.vocabulary}: encode it with the model's "
+                    "own tokenizer"
+                )
             if s.stop and self.tokenizer is None:
-                raise RolloutError(f"prompt {i} has stop strings {s.stop}, which are matched on decoded text: give the engine a tokenizer")
+                raise RolloutError(
+                    f"prompt {i} has stop strings {s.stop}, matched on decoded text: give the engine a tokenizer"
+                )
 
     def _run(self, groups: list[tuple[tuple[int, ...], list[_Request]]], report: Callable[[], None]) -> None:
         """Sample all requests of `groups` (prompt, its requests); groups join whenever enough rows are free."""
@@ -394,9 +465,10 @@ class TorchEngine:
             cache.begin_prefix()
             self._hidden([groups[0][0][:shared]], torch.arange(shared, device=self.device)[None], cache)
             cache.prefix_length = shared
+            self.stats.prompt_tokens += shared
         if len(groups) == 1:  # may be larger than the batch: cut it
             prompt, requests = groups[0]
-            groups = [(prompt, requests[i:i + rows]) for i in range(0, total, rows)]
+            groups = [(prompt, requests[i : i + rows]) for i in range(0, total, rows)]
         active: list[_Request] = []
         while groups or active:
             # Joining is worth a pass of its own once a quarter of the batch is free.
@@ -418,7 +490,9 @@ class TorchEngine:
     def _keep(self, active: list[_Request], stay: list[int], cache: _KVCache) -> list[_Request]:
         return active if len(stay) == len(active) else [active[i] for i in cache.keep(stay)]
 
-    def _join(self, groups: list[tuple[tuple[int, ...], list[_Request]]], free: int, cache: _KVCache) -> tuple[Tensor, list[_Request]]:
+    def _join(
+        self, groups: list[tuple[tuple[int, ...], list[_Request]]], free: int, cache: _KVCache
+    ) -> tuple[Tensor, list[_Request]]:
         """Take as many of the first groups as fit, compute their prompts behind the shared prefix.
 
         Returns the logits of the first new token (rows, V), and the requests of those rows.
@@ -428,10 +502,10 @@ class TorchEngine:
         while groups and len(groups[0][1]) <= free:
             prompt, requests = groups.pop(0)
             free -= len(requests)
-            taken.append((list(prompt[cache.prefix_length:]), requests))
+            taken.append((list(prompt[cache.prefix_length :]), requests))
         while taken:
             width = len(taken[0][0])  # the longest comes first
-            part, taken = taken[:max(1, PREFILL_TOKENS // width)], taken[max(1, PREFILL_TOKENS // width):]
+            part, taken = taken[: max(1, PREFILL_TOKENS // width)], taken[max(1, PREFILL_TOKENS // width) :]
             source = [u for u, (_, requests) in enumerate(part) for _ in requests]
             lengths = [len(p) for p, _ in part]
             cache.begin_prompts(source, lengths, width, self.device)
@@ -439,7 +513,7 @@ class TorchEngine:
             positions = torch.arange(width, device=self.device)[None] + cache.prefix_length
             hidden = self._hidden(ids, positions.expand(len(part), -1), cache)
             last = torch.tensor(lengths, device=self.device) - 1
-            self.stats.prompt_tokens -= width * len(part) - sum(lengths)  # padding is no prompt token
+            self.stats.prompt_tokens += sum(lengths)
             logits.append(self._logits(hidden[torch.arange(len(part), device=self.device), last])[source])
             joined += [r for _, requests in part for r in requests]
         return torch.cat(logits), joined
@@ -447,9 +521,9 @@ class TorchEngine:
     def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, cache: _KVCache) -> Tensor:
         """(B, S) ids at (B, S) positions → (B, S, hidden size) last hidden states; keys and values go to the cache."""
         tokens = torch.tensor(ids, device=self.device)
-        if tokens.shape[1] > 1 or cache.write == cache._write_prompts:
-            self.stats.prompt_tokens += tokens.numel()
-        return self.model.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
+        return self.model.get_decoder()(
+            input_ids=tokens, position_ids=positions, use_cache=False, kv=cache
+        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden size) → (R, V) float32."""
@@ -463,7 +537,7 @@ class TorchEngine:
         stay = []
         for i, (r, token, logprob) in enumerate(zip(requests, ids.tolist(), logprobs.tolist())):
             out = r.rollout
-            if logprob != logprob:  # NaN: what came out of the model is no distribution
+            if math.isnan(logprob):  # what came out of the model is no distribution
                 out.end = "engine_error"
                 continue
             self.stats.sampled_tokens += 1
@@ -481,8 +555,11 @@ class TorchEngine:
         return stay
 
     def _stopped(self, request: _Request) -> bool:
-        text = self.tokenizer.decode(request.rollout.response_ids[-request.stop_window:], skip_special_tokens=False,
-                                     clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            request.rollout.response_ids[-request.stop_window :],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
         return any(stop in text for stop in request.sampling.stop)
 
     # ---- weights and memory
@@ -491,9 +568,10 @@ class TorchEngine:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy (Hugging Face name, full tensor) pairs into the engine, cast to its dtype; the source is only read.
 
-        Wrapper parts of the names are dropped (`hf_name`). A tied head needs one of its names. Raises RolloutError for an
-        unknown name, a wrong shape, a tied pair with two values, and for what is missing at the end. The tensors come as a
-        stream, so an error may leave some of them copied: the engine then refuses to generate until a sync succeeds.
+        Wrapper parts of the names are dropped (`hf_name`). A tied head needs one of its names. Raises RolloutError
+        for an unknown name, a wrong shape, a tied pair with two values, and for what is missing at the end. The
+        tensors come as a stream, so an error may leave some of them copied: the engine then refuses to generate until
+        a sync succeeds.
         """
         self._half_copied = True
         targets = self.model.state_dict()
@@ -502,23 +580,31 @@ class TorchEngine:
             name = hf_name(given)
             target = targets.get(name)
             if target is None:
-                raise RolloutError(f"weight {given!r} (read as {name!r}) is unknown to the engine's {type(self.model).__name__}: send "
-                                   "merged full weights under their Hugging Face names")
+                raise RolloutError(
+                    f"weight {given!r} (read as {name!r}) is unknown to the engine's {type(self.model).__name__}: send "
+                    "merged full weights under their Hugging Face names"
+                )
             if target.shape != tensor.shape:
-                raise RolloutError(f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}: send full "
-                                   "(unsharded) tensors of the same architecture")
+                raise RolloutError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's {tuple(target.shape)}: send full "
+                    "(unsharded) tensors of the same architecture"
+                )
             if target.data_ptr() in written and not torch.equal(target, tensor.to(target.device, target.dtype)):
-                raise RolloutError(f"weight {name!r} is tied in the engine, and its other name brought other values: build the engine "
-                                   "from a config with tie_word_embeddings=false")
+                raise RolloutError(
+                    f"weight {name!r} is tied in the engine, and its other name brought other values: build the engine "
+                    "from a config with tie_word_embeddings=false"
+                )
             target.copy_(tensor)
             written.add(target.data_ptr())
         missing = [name for name, target in targets.items() if target.data_ptr() not in written]
         if missing:
-            raise RolloutError(f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them")
+            raise RolloutError(
+                f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them"
+            )
         self._half_copied = False
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake`. No cache outlives a call, so freed blocks are all there is."""
+        """Give memory back for training; `generate` refuses until `wake`. (No cache outlives a call.)"""
         self._asleep = True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

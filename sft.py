@@ -125,7 +125,7 @@ TRAIN_KEYS = ("seed", "target", "max_length", "heldout_fraction", "epochs", "seq
 
 
 class Diverged(RuntimeError):
-    """The gradient was not finite several times in a row; checkpoints are intact."""
+    """The gradient was not finite several times in a row, or the held-out loss is not; checkpoints are intact."""
 
     exit_status = 3
 
@@ -383,6 +383,8 @@ def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
         sums[1] += count_correct(logits, targets, mask)
         sums[2] += int(mask.sum())
     nll, correct, tokens = D.all_reduce_sum(sums)
+    if not math.isfinite(nll):
+        raise Diverged(f"the held-out loss is {nll}: the weights are damaged; lower lr or take another model")
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
 
 

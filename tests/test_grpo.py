@@ -193,7 +193,7 @@ D.cleanup()
     assert double["stats"]["loss"] == pytest.approx(single["stats"]["loss"], rel=1e-5)
     for name in single:
         if name != "stats":
-            assert torch.allclose(double[name], single[name], atol=1e-6, rtol=1e-4), name
+            assert (double[name] - single[name]).abs().max() <= 1e-5 * single[name].abs().max() + 1e-7, name
 
 
 def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):

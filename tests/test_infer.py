@@ -90,7 +90,7 @@ def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
     assert [(r["query_id"], r["status"], r["rewrite"]) for r in rows] == [
         ("a", "ok", "who wrote Dune ?"), ("b", "malformed", "unclosed"), ("c", "engine_error", "broken"),
         ("d", "too_long", "x" * 900)]
-    assert rows[0]["think"] == "she = Ann" and rows[0]["end"] == "eos" and rows[0]["tokens"] == len(rows[0]["response"]) + 1
+    assert (rows[0]["think"], rows[0]["end"], rows[0]["tokens"]) == ("she = Ann", "eos", len(rows[0]["response"]) + 1)
     assert rows[1]["response"] == "<think>a</think>\n<rewrite>who wrote Dune" and rows[3]["tokens"] == 0
     counts = {k: result[k] for k in ("lines", "ok", "malformed", "engine_error", "too_long", "generated")}
     assert counts == {"lines": 4, "ok": 1, "malformed": 1, "engine_error": 1, "too_long": 1, "generated": 4}
@@ -150,11 +150,12 @@ def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
                             examples=str(tmp_path / "e.jsonl"), output=str(tmp_path / "o.jsonl"))
     ids = infer.encode_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())["a"]
     text = tiny_tokenizer().decode(ids)
-    assert "<rewrite>when was Ann born?</rewrite>" in text and text.endswith("Question: one<|im_end|>\n<|im_start|>assistant\n")
+    assert "<rewrite>when was Ann born?</rewrite>" in text
+    assert text.endswith("Question: one<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_end_tokens_come_from_a_list_and_an_unknown_pad_becomes_eos(tmp_path):
-    """inf-08: both ids of the generation config end a response.  inf-04: a pad id without an embedding is never used."""
+    """inf-08: both ids of the generation config end a response.  inf-04: a pad id without an embedding is not used."""
     model = tiny_lm()
     model.generation_config.eos_token_id = [2, 4]
     model.save_pretrained(tmp_path)
@@ -215,11 +216,12 @@ def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
             ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
             ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),
             ([f"model={lm}", f"turns={turns}", out, "max_token=3"], "max_tokens"),
+            ([f"model={lm}", f"turns={turns}", out + "x", "max_tokens=4096"], "2048 positions"),
             ([f"model={lm}", f"turns={turns}", f"output={turns}"], "turns file itself"),
             ([f"turns={turns}", out], "model is empty")]:
         status, err = exit_status(arguments, capsys)
         assert status == 2 and text in err and "Traceback" not in err, (arguments, err)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bare", "empty.jsonl", "t.jsonl"]
+    assert not [p for p in tmp_path.iterdir() if p.name in ("o.jsonl", "o.jsonlx")]
 
 
 def test_fingerprint_follows_content_not_path(tmp_path):

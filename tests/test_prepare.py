@@ -6,9 +6,10 @@ Run: python -m pytest tests/test_prepare.py
 import collections
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
-import random
+import re
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def turns(folder):
 
 
 def command(*words, **environment):
-    return subprocess.run([sys.executable, "prepare.py", *words], cwd=ROOT, capture_output=True, text=True,
+    return subprocess.run([sys.executable, "prepare.py", *words], check=False, cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, **environment})
 
 
@@ -51,7 +52,7 @@ def read(folder, name):
         return f.read()
 
 
-# ------------------------------------------------------------------------------------------------------------- the demo
+# ------------------------------------------------------------------------------------------------------- the demo
 
 def test_same_seed_same_bytes_and_another_seed_other_conversations(folder, tmp_path):
     """Another process (another hash seed) must not change a byte: sets and dicts of entities are a trap."""
@@ -101,7 +102,7 @@ def test_ids_golds_contexts_and_turn_numbers(corpus, turns):
         assert t.gold_ids and all(g in corpus for g in t.gold_ids)
         assert len(t.context) == t.turn - 1 and all(q and a for q, a in t.context)
         assert t.answer and t.rewrite and t.question
-    for before, after in zip(everything, everything[1:]):
+    for before, after in itertools.pairwise(everything):
         if before.conversation_id == after.conversation_id:
             assert after.turn == before.turn + 1
             assert after.context == before.context + [(before.question, before.answer)]
@@ -119,12 +120,12 @@ def test_a_fact_stated_twice_has_two_golds(corpus):
     """"Which country is Paris in?" is also answered by the passage on the capital of France."""
     facts = {(e.name, f.aspect): f for e in prepare.read_tables(prepare.TABLES, 0) for f in e.facts.values()}
     assert facts["Paris", "country"].gold_ids == [facts["Paris", "country"].id, facts["France", "capital"].id]
-    assert len(facts["France", "capital"].gold_ids) == 1  # "Paris is a city in France" does not say that it is the capital
+    assert len(facts["France", "capital"].gold_ids) == 1  # "Paris is a city in France" does not name the capital
     assert len(facts["Kilimanjaro", "country"].gold_ids) == 2
 
 
 def test_rewrites_name_what_they_ask_about_and_questions_often_do_not(corpus, turns):
-    """Every rewrite holds the entity's name; of the later questions less than a third do ("What about Spain?")."""
+    """Every rewrite holds the entity's name, but less than a third of the later questions ("What about Spain?")."""
     later = [t for ts in turns.values() for t in ts if t.turn > 1]
 
     def name(t):
@@ -133,13 +134,15 @@ def test_rewrites_name_what_they_ask_about_and_questions_often_do_not(corpus, tu
     assert all(name(t) in t.rewrite.lower() for t in later)
     assert sum(name(t) in t.question.lower() for t in later) < len(later) / 3
     assert not [t.question for t in later if "{" in t.question + t.rewrite + t.answer]
+    clumsy = re.compile(r"\b(the|film|book|language|president) (it|he|she)\b", re.IGNORECASE)
+    assert not [t.question for t in later if clumsy.search(t.question)]
 
 
 def test_the_conversations_hold_what_makes_them_hard(turns):
     """Pronouns, noun phrases that go back, ellipsis and switches of entity, each in a fair share of the later turns."""
     owner = {f.id: e for e in prepare.read_tables(prepare.TABLES, 0) for f in e.facts.values()}
     everything = [t for ts in turns.values() for t in ts]
-    later = [(before, t) for before, t in zip(everything, everything[1:]) if t.turn > 1]
+    later = [(before, t) for before, t in itertools.pairwise(everything) if t.turn > 1]
     words = [set(t.question.lower().strip("?").split()) for _, t in later]
     switched = [owner[b.gold_ids[0]] is not owner[t.gold_ids[0]] for b, t in later]
     assert sum(switched) > 0.3 * len(later)
@@ -149,7 +152,7 @@ def test_the_conversations_hold_what_makes_them_hard(turns):
 
 
 def test_bm25_finds_the_rewrite_and_not_the_raw_question(corpus, turns):
-    """The room for learning: raw MRR under .40, rewrites over .78, the whole history in between (seed 0: .31, .87, .40)."""
+    """The room for learning, with a margin below what was measured (seed 0: raw .31, rewrites .88, history .40)."""
     bm25s, stemmer = pytest.importorskip("bm25s"), pytest.importorskip("Stemmer").Stemmer("english")
 
     def tokens(texts):
@@ -178,8 +181,9 @@ def test_bm25_finds_the_rewrite_and_not_the_raw_question(corpus, turns):
 
 KNOWN = [  # an independent list, not taken from the tables: (title, words of the one passage that states it)
     ("France", "Paris", "capital"), ("Japan", "yen", ""), ("Brazil", "Portuguese", ""), ("Tanzania", "Kilimanjaro", ""),
-    ("Paris", "Seine", ""), ("Chicago", "Windy City", ""), ("Danube", "Black Sea", ""), ("Mount Everest", "8,849", "metres"),
-    ("Oxygen", "O", "symbol"), ("Gold", "Au", ""), ("Iron", "26", ""), ("Germanium", "Germany", ""), ("Titan", "Saturn", ""),
+    ("Paris", "Seine", ""), ("Chicago", "Windy City", ""), ("Danube", "Black Sea", ""), ("Titan", "Saturn", ""),
+    ("Oxygen", "O", "symbol"), ("Gold", "Au", ""), ("Iron", "26", ""), ("Germanium", "Germany", ""),
+    ("Mount Everest", "8,849", "metres"),
     ("Emma", "Jane Austen", ""), ("Moby-Dick", "Herman Melville", ""), ("Carmen", "Georges Bizet", ""),
     ("The Night Watch", "Rembrandt", ""), ("Psycho", "Alfred Hitchcock", ""), ("Jaws", "1975", ""),
     ("Sydney Opera House", "Jørn Utzon", ""), ("Python", "Guido van Rossum", ""), ("Telephone", "1876", ""),
@@ -199,19 +203,19 @@ def test_every_cell_of_the_tables_is_one_passage(corpus):
     facts = [f for e in entities for f in e.facts.values()]
     assert len(facts) == len(corpus) and all(f.value.lower() in corpus[f.id].text.lower() for f in facts)
     assert len({(e.kind, e.name) for e in entities}) == len(entities)
-    assert not [f.text for f in facts if "  " in f.text or "the the" in f.text.lower() or f.value != f.value.strip()]
+    doubled = re.compile(r"  |\b(the the|the film the film|the novel the novel)\b", re.IGNORECASE)
+    assert not [f.text for f in facts if doubled.search(f.text)]
     assert len({p.contents for p in corpus.values()}) == len(corpus)
 
 
 def test_examples_are_terse_and_not_about_the_corpus(corpus):
     """SmolLM2 keeps the format when the thinking is just the resolved reference; a known entity would leak the test."""
     examples = read_examples(f"{prepare.TABLES}/examples.jsonl")
-    titles = {p.title.lower() for p in corpus.values()}
-    assert len(examples) == 3
+    assert len(examples) >= 3
     for e in examples:
-        think = e.response.split("</think>")[0].removeprefix("<think>")
-        name = think.split(" = ")[1]
-        assert len(think.split()) <= 6 and name in e.response.split("<rewrite>")[1] and name.lower() not in titles
+        assert len(e.response.split("</think>")[0].removeprefix("<think>").split()) <= 6
+        shown = " ".join([e.question, e.response, *(text for pair in e.context for text in pair)])
+        assert not [p.title for p in corpus.values() if re.search(rf"\b{re.escape(p.title)}\b", shown)]
 
 
 def test_synthetic_passages_are_marked_streamed_and_never_gold(folder, tmp_path):
@@ -221,7 +225,8 @@ def test_synthetic_passages_are_marked_streamed_and_never_gold(folder, tmp_path)
     big = list(read_corpus(f"{tmp_path}/big/corpus.jsonl"))
     extra = big[-20_000:]
     assert [p.id for p in big[:-20_000]] == [p.id for p in read_corpus(f"{folder}/corpus.jsonl")]
-    assert all(p.id.startswith("synthetic-") and "(synthetic " in p.title and "synthetic record" in p.text for p in extra)
+    assert all(p.id.startswith("synthetic-") and "(synthetic " in p.title for p in extra)
+    assert all("In this synthetic record" in p.text for p in extra)
     assert len({p.title for p in extra}) == 20_000
     assert read(folder, "test.jsonl") == read(f"{tmp_path}/big", "test.jsonl")
     assert seconds < 20  # a million in about a quarter of a minute
@@ -231,7 +236,8 @@ def test_synthetic_passages_are_marked_streamed_and_never_gold(folder, tmp_path)
 
 def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tmp_path):
     before = os.path.getmtime(f"{folder}/corpus.jsonl")
-    assert prepare.demo(DemoConfig(out=folder))["already_there"] and os.path.getmtime(f"{folder}/corpus.jsonl") == before
+    assert prepare.demo(DemoConfig(out=folder))["already_there"]
+    assert os.path.getmtime(f"{folder}/corpus.jsonl") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(DataError, match="thesis.txt"):
@@ -247,12 +253,12 @@ def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tm
 
 def test_reference_forms():
     assert prepare.named("Dickens").possessive == "Dickens'" and prepare.named("Verdi").possessive == "Verdi's"
-    fact = next(f for e in prepare.read_tables(prepare.TABLES, 0) if e.name == "Jane Austen" for f in [e.facts["nationality"]])
+    fact = next(e for e in prepare.read_tables(prepare.TABLES, 0) if e.name == "Jane Austen").facts["nationality"]
     assert fact.say("{s} {be} {a} {v} {noun}.") == "Jane Austen was an English novelist."
     assert fact.say("Is {s} {v}, and {p} book?", prepare.PRONOUNS["she"]) == "Is she English, and her book?"
 
 
-# ----------------------------------------------------------------------------------------------------------- the command
+# ----------------------------------------------------------------------------------------------------- the command
 
 def test_command_line(tmp_path):
     result = command("demo", f"out={tmp_path}/d", "train_turns=30")
@@ -267,7 +273,7 @@ def test_command_line(tmp_path):
         assert bad.returncode == 2 and said in bad.stderr and "Traceback" not in bad.stderr
 
 
-# ------------------------------------------------------------------------------------------------------------ the models
+# ------------------------------------------------------------------------------------------------------ the models
 
 def test_an_absent_package_is_named_with_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -288,7 +294,7 @@ def fake_package(root, monkeypatch, content=b"weights"):
     (inside / "heads.pt").write_bytes(b"a pickle")
     monkeypatch.syspath_prepend(str(root))
     known = prepare.Packaged(("never-imported==1.0",), ("never_imported/model/model.safetensors",), 7,
-                             (hashlib.sha256(b"weights").hexdigest(), ""), "folder", "Apache-2.0")
+                             hashlib.sha256(b"weights").hexdigest(), "Apache-2.0")
     monkeypatch.setitem(prepare.MODELS, "minilm", known)
 
 
@@ -321,9 +327,9 @@ def test_bert_tiny_loads_in_transformers(tmp_path):
 def test_smollm2_is_a_stock_folder(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     prepare.model(ModelConfig(name="smollm2", out=f"{tmp_path}/m"))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/m"), AutoTokenizer.from_pretrained(f"{tmp_path}/m")
+    model = AutoModelForCausalLM.from_pretrained(f"{tmp_path}/m")
+    tokenizer = AutoTokenizer.from_pretrained(f"{tmp_path}/m")
     assert sum(p.numel() for p in model.parameters()) == 134_515_008 and model.config.tie_word_embeddings
     assert tokenizer.chat_template and (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
-    random.seed(0)
     ids = tokenizer("The capital of France is", return_tensors="pt")
     assert "Paris" in tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0])

@@ -15,14 +15,21 @@ from rollout import Rollout, RolloutError, Sampling, TorchEngine, collate_rollou
 
 # Cases of the areas rollout, infer and sync that this file cannot show.
 CASES_ELSEWHERE = {
-    "rol-04": "a template that opens the think block itself: data.py and reward.py decide; the engine returns the sampled ids",
-    "inf-06": "test_infer.py: restart", "inf-10": "test_infer.py: unclosed rewrite", "syn-03": "test_distributed.py: gradient norm",
-    "syn-11": "test_distributed.py: clip factor", "syn-13": "test_grpo.py: rows and ranks",
+    "rol-04": "a template that opens the think block itself: data.py and reward.py decide; the engine returns ids",
+    "inf-06": "test_infer.py: restart",
+    "inf-10": "test_infer.py: unclosed rewrite",
+    "syn-03": "test_distributed.py: gradient norm",
+    "syn-11": "test_distributed.py: clip factor",
+    "syn-13": "test_grpo.py: rows and ranks",
 }
 CASES_LATER = {
-    "rol-06": "multi-turn glue of the agent episode", "rol-12": "two search tags: search episode",
-    "rol-14": "end of an episode at the answer", "rol-16": "length budget over turns: episode",
-    "rol-20": "tags inside retrieved text: episode", "syn-05": "LoRA: merge and unmerge", "syn-09": "LoRA: reference policy",
+    "rol-06": "multi-turn glue of the agent episode",
+    "rol-12": "two search tags: search episode",
+    "rol-14": "end of an episode at the answer",
+    "rol-16": "length budget over turns: episode",
+    "rol-20": "tags inside retrieved text: episode",
+    "syn-05": "LoRA: merge and unmerge",
+    "syn-09": "LoRA: reference policy",
 }
 PROMPTS = [[7, 8, 9, 10, 11], [7, 8, 9, 40], [7, 8, 9, 10, 11], [7, 8, 9, 50, 51, 52, 53, 54, 55], [7, 8, 9, 10]]
 
@@ -36,9 +43,16 @@ def reference_greedy(model, prompts, max_new, eos, pad=0):
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new, eos_token_id=list(eos),
-                         pad_token_id=pad, use_cache=True)[:, width:].tolist()
-    return [row[:next((i + 1 for i, t in enumerate(row) if t in eos), max_new)] for row in out]
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=max_new,
+        eos_token_id=list(eos),
+        pad_token_id=pad,
+        use_cache=True,
+    )[:, width:].tolist()
+    return [row[: next((i + 1 for i, t in enumerate(row) if t in eos), max_new)] for row in out]
 
 
 def plain_logprobs(model, rollout, temperature):
@@ -54,7 +68,8 @@ def texts(rollouts):
     return [r.response_ids for r in rollouts]
 
 
-# ---------------------------------------------------------------------------------------------------------------- parity
+# -------------------------------------------------------------------------------------------------------------- parity
+
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -103,7 +118,8 @@ def test_the_callers_attention_is_put_back():
     assert e.model.config._attn_implementation == before and torch.equal(e.model(ids).logits, logits)
 
 
-# --------------------------------------------------------------------------------------------- sharing, batches and order
+# ------------------------------------------------------------------------------------------ sharing, batches and order
+
 
 def test_shared_prefix_changes_nothing_and_is_computed_once():
     e, s = engine(), Sampling(temperature=0, max_tokens=12)
@@ -120,11 +136,16 @@ def test_shared_prefix_changes_nothing_and_is_computed_once():
 
 def test_prompt_of_a_group_larger_than_the_batch_is_computed_once():
     e = engine(max_batch=4)
-    got = e.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)])
-    assert e.stats.prompt_tokens == 8 + 3 + 5  # all but the last token once, the last once a pass; then the other prompt
+    got = e.generate(
+        [PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)]
+    )
+    assert (
+        e.stats.prompt_tokens == 8 + 3 + 5
+    )  # all but the last token once, the last once a pass; then the other prompt
     assert [r.group_id for r in got] == [0] * 10 + [1] * 2
-    wide = engine(max_batch=64).generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5),
-                                                                    Sampling(n=2, max_tokens=3, seed=5)])
+    wide = engine(max_batch=64).generate(
+        [PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)]
+    )
     assert texts(got) == texts(wide)
 
 
@@ -132,19 +153,28 @@ def test_prompt_of_a_group_larger_than_the_batch_is_computed_once():
 def test_short_prompts(prompts):
     """Prompts of one token; a prompt that is the whole common prefix."""
     e = engine("llama")
-    assert texts(e.generate(prompts, Sampling(temperature=0, max_tokens=6))) == reference_greedy(e.model, prompts, 6, (2,))
+    assert texts(e.generate(prompts, Sampling(temperature=0, max_tokens=6))) == reference_greedy(
+        e.model, prompts, 6, (2,)
+    )
 
 
 def test_order_is_prompt_major_and_requests_have_their_own_limits():
-    samplings = [Sampling(n=2, max_tokens=3), Sampling(n=1, max_tokens=9), Sampling(n=3, temperature=0, max_tokens=1),
-                 Sampling(n=1, max_tokens=30), Sampling(n=2, top_p=0.5, max_tokens=5)]
+    samplings = [
+        Sampling(n=2, max_tokens=3),
+        Sampling(n=1, max_tokens=9),
+        Sampling(n=3, temperature=0, max_tokens=1),
+        Sampling(n=1, max_tokens=30),
+        Sampling(n=2, top_p=0.5, max_tokens=5),
+    ]
     for max_batch in (2, 3, 64):
         got = engine(eos=(), max_batch=max_batch).generate(PROMPTS, samplings)
         assert [r.group_id for r in got] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
         assert [len(r.response_ids) for r in got] == [3, 3, 9, 1, 1, 1, 30, 5, 5]
         assert {r.end for r in got} == {"length"}
         for r in got:
-            assert r.prompt_ids == PROMPTS[r.group_id]  # rol-02: the ids that were given, in the engine and in the batch
+            assert (
+                r.prompt_ids == PROMPTS[r.group_id]
+            )  # rol-02: the ids that were given, in the engine and in the batch
             assert len(r.logprobs) == len(r.loss_mask) == len(r.response_ids) and set(r.loss_mask) == {1}
 
 
@@ -187,10 +217,13 @@ def test_nothing_to_do():
 def test_progress_reports_tokens_per_second():
     calls = []
     engine(eos=()).generate(PROMPTS, Sampling(n=2, max_tokens=20), lambda *a: calls.append(a))
-    assert calls[-1][:2] == (10, 10) and all(done <= total and rate > 0 for done, total, rate in calls) and len(calls) > 1
+    assert (
+        calls[-1][:2] == (10, 10) and all(done <= total and rate > 0 for done, total, rate in calls) and len(calls) > 1
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------------------------------------------------------------------ sampling
+
 
 def test_rol_22_seeds():
     e, s = engine(max_batch=64), Sampling(n=4, temperature=1.0, max_tokens=12, seed=7)
@@ -202,7 +235,9 @@ def test_rol_22_seeds():
     e.max_batch = 3
     assert texts(e.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=5, max_tokens=30, seed=1), s]))[5:] == first
     assert texts(e.generate([PROMPTS[0]], Sampling(n=6, temperature=1.0, max_tokens=12, seed=7)))[:4] == first
-    assert [t[:5] for t in first] == texts(e.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=5, seed=7)))
+    assert [t[:5] for t in first] == texts(
+        e.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=5, seed=7))
+    )
 
 
 def test_without_seed_the_global_generator_decides():
@@ -220,7 +255,9 @@ def test_frequencies_match_the_distribution():
     logits[3] = float("-inf")
     uniform = torch.rand(draws, dtype=torch.float64)
     for temperature, top_p in ((0.7, 1.0), (1.3, 1.0), (1.0, 0.6), (0.7, 0.01)):
-        ids, logprobs = sample_tokens(logits.expand(draws, -1), torch.full((draws,), temperature), torch.full((draws,), top_p), uniform)
+        ids, logprobs = sample_tokens(
+            logits.expand(draws, -1), torch.full((draws,), temperature), torch.full((draws,), top_p), uniform
+        )
         p = (logits.double() / temperature).softmax(-1)
         order = p.argsort(descending=True)
         mass, kept = 0.0, []
@@ -254,18 +291,23 @@ def test_a_token_of_probability_zero_is_never_drawn(u):
     logits = torch.full((1, 100), float("-inf"))
     logits[0, 40:60] = 0.0
     for top_p in (1.0, 0.999):
-        ids, logprobs = sample_tokens(logits, torch.ones(1), torch.full((1,), top_p), torch.tensor([u], dtype=torch.float64))
+        ids, logprobs = sample_tokens(
+            logits, torch.ones(1), torch.full((1,), top_p), torch.tensor([u], dtype=torch.float64)
+        )
         assert 40 <= ids.item() < 60 and logprobs.item() == pytest.approx(-math.log(20), abs=1e-5)
 
 
 def test_sampling_does_not_change_the_logits():
     logits = torch.randn(3, 20)
     before = logits.clone()
-    sample_tokens(logits, torch.tensor([0.0, 1.0, 0.7]), torch.tensor([1.0, 1.0, 0.5]), torch.rand(3, dtype=torch.float64))
+    sample_tokens(
+        logits, torch.tensor([0.0, 1.0, 0.7]), torch.tensor([1.0, 1.0, 0.5]), torch.rand(3, dtype=torch.float64)
+    )
     assert torch.equal(logits, before)
 
 
-# ------------------------------------------------------------------------------------------------------------------- ends
+# ---------------------------------------------------------------------------------------------------------------- ends
+
 
 def test_inf_08_every_eos_id_ends():
     e = engine(eos=())
@@ -274,7 +316,7 @@ def test_inf_08_every_eos_id_ends():
     a, b = e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=12))
     for r, full in ((a, first), (b, other)):
         stop = min(i for i, t in enumerate(full) if t in e.eos_ids)
-        assert (r.response_ids, r.end) == (full[:stop + 1], "eos")
+        assert (r.response_ids, r.end) == (full[: stop + 1], "eos")
 
 
 def test_rol_10_eos_as_the_first_token():
@@ -296,15 +338,18 @@ def test_stop_strings_keep_the_sampled_tokens():
     e = engine(eos=(), tokenizer=tokenizer)
     prompts = [tokenizer.encode("find it"), tokenizer.encode("find")]
     free = e.generate(prompts, Sampling(n=3, max_tokens=60, seed=2))
-    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
+
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     stops = []
     for r in free:  # a two-token text out of each response, where it is real text
-        pairs = (decode(r.response_ids[i:i + 2]) for i in range(8, 40))
+        pairs = (decode(r.response_ids[i : i + 2]) for i in range(8, 40))
         stops.append(next(p for p in pairs if "\ufffd" not in p and p))
     for r, stop in zip(free, stops):
         expected = next(i for i in range(1, 61) if stop in decode(r.response_ids[:i]))
         got = e.generate([r.prompt_ids], Sampling(n=3, max_tokens=60, seed=2, stop=(stop, "never seen here")))
-        same = next(g for g in got if g.response_ids == r.response_ids[:len(g.response_ids)])
+        same = next(g for g in got if g.response_ids == r.response_ids[: len(g.response_ids)])
         assert (same.response_ids, same.end) == (r.response_ids[:expected], "stop")
         assert same.logprobs == pytest.approx(r.logprobs[:expected], abs=1e-4)
 
@@ -332,10 +377,11 @@ def test_engine_error_keeps_what_was_sampled():
     e.model.get_input_embeddings().weight.data[clean.response_ids[bad]] = float("nan")
     r = e.generate([[9, 10]], Sampling(temperature=0, max_tokens=8))[0]
     first = clean.response_ids.index(clean.response_ids[bad])
-    assert (r.response_ids, r.end) == (clean.response_ids[:first + 1], "engine_error") and len(r.logprobs) == first + 1
+    assert (r.response_ids, r.end) == (clean.response_ids[: first + 1], "engine_error") and len(r.logprobs) == first + 1
 
 
-# -------------------------------------------------------------------------------------------------------------- bad input
+# ----------------------------------------------------------------------------------------------------------- bad input
+
 
 def test_rol_18_over_long_prompt_is_refused_before_anything_runs():
     e = engine(max_position_embeddings=64)
@@ -355,20 +401,34 @@ def test_inf_04_pad_id_outside_the_vocabulary():
         TorchEngine(model, [2, vocabulary], 0)
 
 
-@pytest.mark.parametrize("prompts, sampling, message", [
-    ([[5], []], Sampling(), "prompt 1 is empty"),
-    ([[5, 100000]], Sampling(), "outside the vocabulary"),
-    ([[5, -1]], Sampling(), "outside the vocabulary"),
-    ([[5]], Sampling(stop=("x",)), "tokenizer"),
-    ([[5], [6]], [Sampling()], "2 prompts and 1 samplings"),
-])
+@pytest.mark.parametrize(
+    "prompts, sampling, message",
+    [
+        ([[5], []], Sampling(), "prompt 1 is empty"),
+        ([[5, 100000]], Sampling(), "outside the vocabulary"),
+        ([[5, -1]], Sampling(), "outside the vocabulary"),
+        ([[5]], Sampling(stop=("x",)), "tokenizer"),
+        ([[5], [6]], [Sampling()], "2 prompts and 1 samplings"),
+    ],
+)
 def test_bad_requests(prompts, sampling, message):
     with pytest.raises(RolloutError, match=message):
         engine().generate(prompts, sampling)
 
 
-@pytest.mark.parametrize("field", [{"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0},
-                                   {"top_p": 1.5}, {"stop": "x"}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"n": 0},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"stop": "x"},
+        {"stop": ("",)},
+    ],
+)
 def test_bad_sampling(field):
     with pytest.raises(RolloutError, match=next(iter(field))):
         Sampling(**field)
@@ -376,10 +436,18 @@ def test_bad_sampling(field):
 
 def test_public_names_and_positions():
     assert [*inspect.signature(Sampling).parameters] == ["n", "temperature", "top_p", "max_tokens", "stop", "seed"]
-    assert [*inspect.signature(Rollout).parameters] == ["prompt_ids", "response_ids", "logprobs", "loss_mask", "group_id", "end"]
+    assert [*inspect.signature(Rollout).parameters] == [
+        "prompt_ids",
+        "response_ids",
+        "logprobs",
+        "loss_mask",
+        "group_id",
+        "end",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------- sync
+# ---------------------------------------------------------------------------------------------------------------- sync
+
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -413,10 +481,13 @@ def test_tied_engine_refuses_an_untied_source():
 
 
 def test_syn_07_names():
-    names = {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "model.layers.0.self_attn.q_proj.weight",
-             "_orig_mod.model.embed_tokens.weight": "model.embed_tokens.weight",
-             "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
-             "module._fsdp_wrapped_module.model.norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+    names = {
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "model.layers.0.self_attn.q_proj.weight",
+        "_orig_mod.model.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "module._fsdp_wrapped_module.model.norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
     assert {n: hf_name(n) for n in names} == names
     e, trained = engine(), tiny_lm(seed=3)
     e.sync_weights((f"_orig_mod.base_model.model.{n}", p) for n, p in trained.named_parameters())
@@ -436,11 +507,14 @@ def test_syn_15_weights_are_cast_and_the_source_is_not_touched():
         assert p.dtype == torch.float32 and bool((p == 1.001).all()) and p.requires_grad
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda w: w | {"model.extra.weight": torch.zeros(1)}, "model.extra.weight.*unknown"),
-    (lambda w: {k: v for k, v in w.items() if "norm" not in k}, "lacked 5 of"),
-    (lambda w: w | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight.*\(3,\)"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w | {"model.extra.weight": torch.zeros(1)}, "model.extra.weight.*unknown"),
+        (lambda w: {k: v for k, v in w.items() if "norm" not in k}, "lacked 5 of"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight.*\(3,\)"),
+    ],
+)
 def test_a_failed_sync_leaves_an_engine_that_refuses(change, message):
     e, weights = engine(), dict(tiny_lm(seed=1).named_parameters())
     with pytest.raises(RolloutError, match=message):
@@ -464,13 +538,16 @@ def test_sleep_and_wake():
     assert texts(e.generate(PROMPTS, s)) == before
 
 
-# ---------------------------------------------------------------------------------------------------------------- collate
+# ------------------------------------------------------------------------------------------------------------- collate
+
 
 def test_collate_equals_a_slow_loop():
     """Model and tool segments: only what the model wrote is trained (grp-33), whatever the ids are."""
-    rollouts = [Rollout([5, 6, 7], [8, 9, 2], [-0.1, -0.2, -0.3], [1, 1, 1], 0, "eos"),
-                Rollout([5], [8, 30, 31, 9, 2], [-0.5, 0.0, 0.0, -0.7, -0.9], [1, 0, 0, 1, 1], 1, "eos"),
-                Rollout([5, 6], [], [], [], 1, "engine_error")]
+    rollouts = [
+        Rollout([5, 6, 7], [8, 9, 2], [-0.1, -0.2, -0.3], [1, 1, 1], 0, "eos"),
+        Rollout([5], [8, 30, 31, 9, 2], [-0.5, 0.0, 0.0, -0.7, -0.9], [1, 0, 0, 1, 1], 1, "eos"),
+        Rollout([5, 6], [], [], [], 1, "engine_error"),
+    ]
     batch = collate_rollouts(rollouts, torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), 2)
     assert batch.tokens.shape == batch.attention_mask.shape == (3, 6) and batch.tokens.dtype == torch.int64
     assert batch.loss_mask.shape == batch.logprobs.shape == (3, 5)
@@ -489,14 +566,23 @@ def test_collate_equals_a_slow_loop():
 
 
 def test_rol_08_pad_equal_to_eos_keeps_the_end_token():
-    rollouts = [Rollout([4], [5, 6, 2], [-1.0] * 3, [1] * 3, 0, "eos"), Rollout([4], [5, 6, 7, 8, 9], [-1.0] * 5, [1] * 5, 0, "length")]
+    rollouts = [
+        Rollout([4], [5, 6, 2], [-1.0] * 3, [1] * 3, 0, "eos"),
+        Rollout([4], [5, 6, 7, 8, 9], [-1.0] * 5, [1] * 5, 0, "length"),
+    ]
     batch = collate_rollouts(rollouts, [1.0, -1.0], pad_id=2)
     assert batch.tokens[0, 1:].tolist() == [5, 6, 2, 2, 2] and batch.loss_mask[0].tolist() == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("rollouts, advantages", [
-    ([], []), ([Rollout([1], [2], [0.0], [1], 0, "eos")], [1.0, 2.0]), ([Rollout([1], [2], [], [1], 0, "eos")], [1.0]),
-    ([Rollout([], [2], [0.0], [1], 0, "eos")], [1.0])])
+@pytest.mark.parametrize(
+    "rollouts, advantages",
+    [
+        ([], []),
+        ([Rollout([1], [2], [0.0], [1], 0, "eos")], [1.0, 2.0]),
+        ([Rollout([1], [2], [], [1], 0, "eos")], [1.0]),
+        ([Rollout([], [2], [0.0], [1], 0, "eos")], [1.0]),
+    ],
+)
 def test_collate_refuses_what_does_not_fit(rollouts, advantages):
     with pytest.raises(RolloutError):
         collate_rollouts(rollouts, advantages, 0)

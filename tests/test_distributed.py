@@ -1,0 +1,763 @@
+"""distributed.py: FSDP equals the plain model on one process and on two; checkpoints survive what happens to disks.
+
+One gloo group of one process lives in this pytest process; two processes are started by torchrun, once for all their checks
+(`TWO` below), with the reference computed here by a plain model.  The sync and checkpoint cases of the shared list whose
+feature comes later (LoRA: syn-05, syn-09) or lives in another file (syn-13, ckp-02: grpo; syn-15: rollout) are tested there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import distributed as D
+import model as M
+import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def where():
+    saved = {k: os.environ.pop(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if k in os.environ}
+    yield D.setup()
+    D.cleanup()
+    os.environ.update(saved)
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm")
+    tiny.tiny_lm(path, *request.param, seed=3)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen")
+    tiny.tiny_lm(path)
+    return str(path)
+
+
+TOKENS = torch.randint(5, 261, (4, 12), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(TOKENS)
+MASK[1, 7:] = MASK[3, 10:] = 0
+
+
+def loss_of(model, rows=slice(None)):
+    logprobs = M.token_logprobs(model, TOKENS[rows], MASK[rows])
+    return -(logprobs * MASK[rows][:, 1:]).sum() / float(MASK[:, 1:].sum())
+
+
+def trained(folder, steps=1, shard=None, seed=0):
+    """(model, optimizer) after `steps` AdamW steps on the whole batch."""
+    model = M.load_causal_lm(folder)
+    model = model if shard is None else D.shard_model(model, shard)
+    optimizer = M.make_optimizer(model, 0.01)
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        D.clip_grad_norm(model, 1.0)
+        optimizer.step()
+
+
+def weights(model) -> dict:
+    return {n: t.clone() for n, t in D.full_parameters(model)}
+
+
+def same(a, b, atol=0.0):
+    assert list(a) == list(b)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m: f"{name}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------------ one process
+
+def test_setup_without_torchrun(where):
+    assert (where.rank, where.world) == (0, 1) and where.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert D.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and D.gather_objects({"a": 1}) == [{"a": 1}] and D.broadcast_object("x") == "x"
+    assert D.setup() == where  # a second call joins the same group
+
+
+def test_one_process_fsdp_is_the_plain_model(where, folder):
+    plain, sharded = M.load_causal_lm(folder), D.shard_model(M.load_causal_lm(folder), where)
+    assert any(isinstance(p, DTensor) for p in sharded.parameters())
+    for a, b in zip(M.token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True), M.token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True)):
+        assert torch.equal(a, b)
+    loss_of(plain).backward()
+    loss_of(sharded).backward()
+    ours = {D.clean_name(n): D.full_tensor(p.grad) for n, p in sharded.named_parameters()}
+    theirs = {n: p.grad for n, p in plain.named_parameters()}
+    assert max(float(g.abs().max()) for g in theirs.values()) > 0.01
+    same(ours, theirs, atol=1e-7)
+    # one AdamW step, with clipping by the norm that torch computes on the plain model
+    norm = float(torch.cat([g.double().flatten() for g in theirs.values()]).norm())
+    optimizers = [M.make_optimizer(model, 0.01) for model in (plain, sharded)]
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), norm / 2)) == pytest.approx(norm, rel=1e-5)
+    assert D.clip_grad_norm(sharded, norm / 2) == pytest.approx(norm, rel=1e-5)
+    for optimizer in optimizers:
+        optimizer.step()
+    same(weights(sharded), {n: p.detach() for n, p in plain.named_parameters()}, atol=1e-6)
+    assert not torch.equal(weights(sharded)["model.norm.weight"], M.load_causal_lm(folder).model.norm.weight)
+
+
+def test_bf16_compute_keeps_float32_shards(where, qwen):
+    model = D.shard_model(M.load_causal_lm(qwen), where, bf16=True)
+    exact = M.token_logprobs(M.load_causal_lm(qwen), TOKENS, MASK).detach()
+    got = M.token_logprobs(model, TOKENS, MASK)
+    assert got.dtype == torch.float32 and 0 < float((got.detach() - exact).abs().max()) < 1.5
+    got.sum().backward()
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(where, folder):
+    names = [n for n, _ in M.load_causal_lm(folder).named_parameters()]
+    on_disk = load_file(os.path.join(folder, "model.safetensors"))
+    model = D.shard_model(M.load_causal_lm(folder, gradient_checkpointing=True), where)
+    got = weights(model)
+    assert list(got) == names and ("lm_head.weight" in got) == (not model.config.tie_word_embeddings)
+    same(got, {n: on_disk[n] for n in names})
+    assert not any(isinstance(t, DTensor) for t in got.values())
+
+
+def test_syn_01_an_engine_with_tied_weights_gets_the_new_head(where, qwen):
+    model = D.shard_model(M.load_causal_lm(qwen), where)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    engine = AutoModelForCausalLM.from_pretrained(qwen)
+    own = dict(engine.named_parameters())
+    with torch.no_grad():
+        for name, value in D.full_parameters(model):
+            own[name].copy_(value)  # no missing name
+    assert torch.equal(engine.lm_head.weight, engine.model.embed_tokens.weight)
+    assert torch.equal(engine.lm_head.weight, load_file(os.path.join(qwen, "model.safetensors"))["model.embed_tokens.weight"] + 1)
+
+
+def test_syn_03_a_tied_parameter_counts_once_in_the_norm(where, folder):
+    for model in (M.load_causal_lm(folder), D.shard_model(M.load_causal_lm(folder), where)):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        grad = torch.zeros_like(M.load_causal_lm(folder).model.embed_tokens.weight)
+        grad[0, 0], grad[5, 1] = 3.0, 4.0
+        p = model.get_input_embeddings().weight
+        p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        assert D.clip_grad_norm(model, 1e9) == pytest.approx(5.0, abs=1e-6)
+        assert D.clip_grad_norm(model, 2.5) == pytest.approx(5.0, abs=1e-6)  # the norm before
+        assert float(D.full_tensor(p.grad)[5, 1]) == pytest.approx(2.0, abs=1e-5)
+
+
+def test_syn_11_the_small_constant_is_added_once(qwen):
+    model = M.load_causal_lm(qwen)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    model.model.norm.weight.grad[0] = 1e-6
+    assert D.clip_grad_norm(model, 1e-6) == pytest.approx(1e-6)
+    assert float(model.model.norm.weight.grad[0]) == pytest.approx(0.5e-6, rel=0.02)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradients_are_reported_and_left_alone(where, qwen, bad):
+    model = D.shard_model(M.load_causal_lm(qwen), where)
+    loss_of(model).backward()
+    grad = model.model.layers[0].mlp.up_proj.weight.grad
+    with torch.no_grad():
+        (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = bad
+    before = {n: D.full_tensor(p.grad).clone() for n, p in model.named_parameters()}
+    norm = D.clip_grad_norm(model, 0.1)
+    assert norm != norm or norm == float("inf")
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(D.full_tensor(p.grad), before[n], atol=0, rtol=0, equal_nan=True)
+
+
+def test_without_gradients_the_norm_is_zero(qwen):
+    assert D.clip_grad_norm(M.load_causal_lm(qwen), 1.0) == 0.0
+
+
+@pytest.mark.parametrize("name, clean", [
+    ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),  # syn-07
+    ("_orig_mod.model.embed_tokens.weight", "model.embed_tokens.weight"),
+    ("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("_orig_mod.a.weight", "a.weight"), ("module.b.weight", "b.weight"), ("_fsdp_wrapped_module.c.weight", "c.weight"),  # ckp-12
+    ("module._orig_mod.d.weight", "d.weight"), ("_orig_mod.module.d.weight", "d.weight"), ("model.module.x.weight", "model.module.x.weight"),
+    ("model.layers.0._orig_mod._checkpoint_wrapped_module.x", "model.layers.0.x"), ("submodule.x", "submodule.x"),
+    ("model.my_orig_mod.x", "model.my_orig_mod.x"), ("model.base_model.model.x", "model.base_model.model.x")])
+def test_names(name, clean):
+    assert D.clean_name(name) == clean == D.clean_name(clean)
+
+
+def test_ckp_12_a_compiled_models_names_load_into_a_plain_one(qwen):
+    wrapped = torch.nn.Module()
+    wrapped.add_module("_orig_mod", M.load_causal_lm(qwen))
+    state = dict(D.full_parameters(wrapped))
+    plain = tiny.tiny_lm(seed=9)
+    missing, unexpected = plain.load_state_dict(state, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected  # tied: the one name for two
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+def rng_draws():
+    return torch.rand(3).tolist(), random.random()
+
+
+def test_resume_is_bit_equal(where, folder, tmp_path):
+    torch.manual_seed(5)
+    random.seed(5)
+    model, optimizer = trained(folder, 2, where)
+    path = D.save_checkpoint(str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"})
+    assert path == str(tmp_path / "checkpoint_000002")
+    saved, draws = weights(model), rng_draws()
+    step(model, optimizer, 2)
+    further = weights(model)
+
+    other, fresh = trained(folder, 0, where)
+    torch.manual_seed(99)
+    found = D.latest_checkpoint(str(tmp_path))
+    assert found == (path, {"step": 2, "world": 1, "best": 0.5, "note": "é"})
+    D.load_checkpoint(path, other, fresh)
+    same(weights(other), saved)
+    assert rng_draws() == draws
+    step(other, fresh, 2)
+    same(weights(other), further)
+    assert not torch.equal(saved["model.norm.weight"], further["model.norm.weight"])
+
+
+def test_optimizer_moments_are_restored_not_only_weights(where, qwen, tmp_path):
+    model, optimizer = trained(qwen, 3, where)
+    path = D.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
+    other, fresh = trained(qwen, 1, where)
+    D.load_checkpoint(path, other, fresh)
+    for p, q in zip(model.parameters(), other.parameters()):
+        a, b = optimizer.state[p], fresh.state[q]
+        assert float(a["step"]) == float(b["step"]) == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(D.full_tensor(a[key]), D.full_tensor(b[key])) and D.full_tensor(a[key]).any()
+
+
+def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp_path):
+    """FSDP then keeps the root's parameters whole, other objects than the optimizer's: their moments were saved as zeros."""
+    def look(model):
+        with torch.no_grad():
+            return loss_of(model)
+
+    model, optimizer = trained(folder, 3, where)
+    look(model)
+    path = D.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
+    assert len(optimizer.state) == len(list(model.parameters()))
+    other, fresh = trained(folder, 0, where)
+    look(other)
+    D.load_checkpoint(path, other, fresh)
+    assert torch.equal(look(other), look(model))
+    step(model, optimizer)
+    step(other, fresh)
+    same(weights(other), weights(model))
+    plain, its = trained(folder, 4)
+    same(weights(other), weights(plain), atol=2e-5)
+    for m in (model, plain):
+        m.zero_grad()
+        loss_of(m).backward()
+        look(m)
+    assert D.clip_grad_norm(model, 1.0) == pytest.approx(D.clip_grad_norm(plain, 1.0), rel=1e-4)
+
+
+def test_saving_before_the_first_step_changes_nothing(where, qwen, tmp_path):
+    model, optimizer = trained(qwen, 0, where)
+    D.save_checkpoint(str(tmp_path), 0, model, optimizer, {})
+    step(model, optimizer, 2)
+    same(weights(model), weights(trained(qwen, 2, where)[0]))
+
+
+@pytest.fixture()
+def saver(where, qwen):
+    model, optimizer = trained(qwen, 1, where)
+    return lambda run_dir, n, **kw: D.save_checkpoint(str(run_dir), n, model, optimizer, {"mark": n}, **kw), model, optimizer
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_only_the_newest_are_kept_in_the_order_of_steps(saver, tmp_path):
+    save = saver[0]
+    for n in (1, 2, 3):
+        save(tmp_path, n, keep=2)
+    assert names(tmp_path) == ["checkpoint_000002", "checkpoint_000003"]
+    for n in (999_999, 1_000_000, 1_000_001):  # as text, 1000000 comes before 999999
+        save(tmp_path, n, keep=2)
+        assert D.latest_checkpoint(str(tmp_path))[1]["mark"] == n
+    assert names(tmp_path) == ["checkpoint_1000000", "checkpoint_1000001"]
+    save(tmp_path, 1_000_002, keep=1)
+    assert names(tmp_path) == ["checkpoint_1000002"]
+
+
+def test_the_same_step_is_replaced(saver, tmp_path):
+    save, model, optimizer = saver
+    save(tmp_path, 1)
+    step(model, optimizer)
+    save(tmp_path, 1)
+    other, fresh = trained(model.config._name_or_path, 0, D.setup())
+    D.load_checkpoint(str(tmp_path / "checkpoint_000001"), other, fresh)
+    same(weights(other), weights(model))
+    assert names(tmp_path) == ["checkpoint_000001"]
+
+
+def test_no_checkpoint_yet(where, tmp_path):
+    (tmp_path / "checkpoint_12").mkdir()
+    (tmp_path / "checkpoint_000012.tmp").mkdir()
+    assert D.latest_checkpoint(str(tmp_path)) is None and D.latest_checkpoint(str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("content", ['{"step": 12', "", "[]", '{"step": 11}', "{}", None])
+def test_ckp_10_corrupt_state_file(saver, tmp_path, capsys, content):
+    save = saver[0]
+    save(tmp_path, 10)
+    save(tmp_path, 12)
+    state = tmp_path / "checkpoint_000012" / "state.json"
+    state.unlink() if content is None else state.write_text(content)
+    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 10
+    assert str(state) in capsys.readouterr().err
+    save(tmp_path, 11, keep=1)  # the damaged one does not push the new one out
+    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 11
+    shutil.rmtree(tmp_path / "checkpoint_000011")
+    with pytest.raises(D.CheckpointError, match="checkpoint_000012"):  # never a silent restart at step 0
+        D.latest_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
+def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, where, qwen, tmp_path, what):
+    path = Path(saver[0](tmp_path, 1))
+    shards = sorted(path.glob("*.distcp"))
+    assert shards
+    if what == "shard cut":
+        shards[0].write_bytes(shards[0].read_bytes()[:1000])
+    elif what == "shard gone":
+        shards[0].unlink()
+    elif what == "metadata gone":
+        (path / ".metadata").unlink()
+    elif what == "metadata cut":
+        (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:50])
+    source = qwen
+    if what == "another model":
+        source = str(tmp_path / "lm")
+        tiny.tiny_lm(source, hidden_size=64)
+    model, optimizer = trained(source, 0, where)
+    with pytest.raises(D.CheckpointError, match=str(path)):
+        D.load_checkpoint(str(path), model, optimizer)
+
+
+def test_ckp_08_disk_full(saver, tmp_path, monkeypatch):
+    save = saver[0]
+    save(tmp_path, 1)
+    small = None
+    if os.geteuid() == 0:  # a real full disk where mounting is allowed
+        small = tmp_path / "small"
+        small.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(small)], capture_output=True).returncode:
+            small = None
+    if small is not None:
+        try:
+            (small / "fill").write_bytes(b"x" * 250_000)
+            shutil.copytree(tmp_path / "checkpoint_000001", small / "checkpoint_000000", ignore=lambda *a: [n for n in a[1] if n.endswith("distcp")])
+            (small / "checkpoint_000000" / "state.json").write_text('{"step": 0}')
+            before = names(small)
+            with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space"):
+                save(small, 2)
+            assert names(small) == before and D.latest_checkpoint(str(small))[1]["step"] == 0
+            with pytest.raises(D.CheckpointError, match="final.*No space"):
+                D.export_hf(saver[1], tiny.tiny_tokenizer(), str(small / "final"))
+            assert names(small) == before
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+            small.rmdir()
+    for function in ("torch.save", "json.dump"):  # the disk fills up later: RNG state, state.json
+        with monkeypatch.context() as patch:
+            def full(*args, **kwargs):
+                raise OSError(28, "No space left on device", "x")
+            patch.setattr(function, full)
+            with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space"):
+                save(tmp_path, 2)
+        assert names(tmp_path) == ["checkpoint_000001"] and D.latest_checkpoint(str(tmp_path))[1]["step"] == 1
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
+
+
+def test_an_error_inside_torchs_own_saving_is_ours_too(saver, tmp_path, monkeypatch):
+    """torch wraps it in a BaseException, which `except Exception` would let through."""
+    save = saver[0]
+    save(tmp_path, 1)
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", "x")
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space.*earlier checkpoints are intact"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint_000001"]
+
+
+def test_an_unwritable_run_folder(saver, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(D.CheckpointError, match="could not be written"):
+        saver[0](tmp_path / "file" / "run", 1)
+
+
+KILLED = """
+    import os, shutil, signal, sys
+    sys.path[:0] = [{root!r}, {tests!r}]
+    import torch, distributed as D, model as M
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_and_die(when, run):
+        where = D.setup()
+        lm = D.shard_model(M.load_causal_lm({lm!r}), where)
+        optimizer = M.make_optimizer(lm, 0.01)
+        D.save_checkpoint(run, 1, lm, optimizer, {{}})
+        rename = os.rename
+        if when == "data":
+            os.fsync = lambda fd: (os.ftruncate(fd, 1000), die())
+        elif when == "rename":
+            os.rename = lambda a, b: die() if str(b).endswith("checkpoint_000002") else rename(a, b)
+        elif when == "cleaning":
+            shutil.rmtree = lambda path, **kw: (os.remove(path + "/.metadata"), die()) if os.path.isdir(path) else None
+        D.save_checkpoint(run, 2, lm, optimizer, {{}}, keep=1)
+
+    for when in ("data", "rename", "cleaning"):
+        child = os.fork()  # torch is imported once
+        if not child:
+            save_and_die(when, {out!r} + "/" + when)
+            os._exit(0)
+        print(when, os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(qwen, tmp_path_factory):
+    """Run folders, by name, of processes that were killed while they saved checkpoint 2."""
+    out = tmp_path_factory.mktemp("killed")
+    code = textwrap.dedent(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), lm=qwen, out=str(out)))
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == ["data", "9", "rename", "9", "cleaning", "9"], done.stderr
+    return out
+
+
+@pytest.mark.parametrize("when, newest", [("data", 1), ("rename", 1), ("cleaning", 2)])
+def test_ckp_06_kill_in_the_middle_of_a_save(where, qwen, killed, saver, when, newest):
+    run = killed / when
+    left = [n for n in names(run) if n != f"checkpoint_{newest:06d}"]
+    assert left and all(n.endswith(".tmp") for n in left)  # something is there, and it bears no checkpoint's name
+    found, state = D.latest_checkpoint(str(run))
+    assert state["step"] == newest
+    model, optimizer = trained(qwen, 0, where)
+    D.load_checkpoint(found, model, optimizer)
+    saver[0](run, 3)
+    assert names(run) == [f"checkpoint_{newest:06d}", "checkpoint_000003"]  # the next save sweeps it up
+
+
+def test_ckp_02_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path):
+    saver[0](tmp_path, 30)
+    start = D.latest_checkpoint(str(tmp_path))[1]["step"]
+    saver[0](tmp_path, start + 10)
+    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 40
+
+
+# ------------------------------------------------------------------------------------------------------ export
+
+def test_export_loads_in_stock_transformers(where, folder, tmp_path):
+    model, _ = trained(folder, 2, where)
+    wanted = weights(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    D.export_hf(model, tokenizer, str(tmp_path / "final"))
+    assert names(tmp_path) == ["final"]
+    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    assert not any(report.values())
+    tied = model.config.tie_word_embeddings
+    assert (stock.lm_head.weight is stock.model.embed_tokens.weight) == tied
+    stored = load_file(tmp_path / "final" / "model.safetensors")
+    assert list(wanted) == [n for n in wanted if n in stored] and len(stored) == len(wanted)
+    same({n: p.detach() for n, p in stock.named_parameters()}, wanted)
+    settings = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert settings["architectures"] == [type(AutoModelForCausalLM.from_pretrained(folder)).__name__]
+    assert settings["use_cache"] is True and settings["dtype"] == "float32" and settings["tie_word_embeddings"] == tied
+    with torch.no_grad():
+        ours = M.token_logprobs(model, TOKENS, MASK)
+        theirs = torch.log_softmax(stock.eval()(input_ids=TOKENS[:, :-1]).logits, -1).gather(-1, TOKENS[:, 1:, None])[..., 0]
+    keep = MASK[:, 1:].bool()
+    torch.testing.assert_close(ours[keep], theirs[keep], atol=1e-5, rtol=0)
+    again = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert again("é")["input_ids"] == tokenizer("é")["input_ids"] and again.chat_template == tokenizer.chat_template
+    assert again.eos_token_id == tokenizer.eos_token_id
+
+
+def test_export_dtype_leaves_the_trainer_alone(where, qwen, tmp_path):
+    model, _ = trained(qwen, 0, where)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.001)
+    before = weights(model)
+    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "half"), torch.bfloat16)
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16} and float(stored["model.norm.weight"][0]) == 1.0
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    same(weights(model), before)
+    assert model.config.use_cache is False and model.config.dtype == torch.float32
+
+
+def test_export_of_an_unsharded_model_from_a_bare_config(tmp_path):
+    model = tiny.tiny_lm(seed=4)  # never loaded from a folder: its config names no architecture
+    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "x"))
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(where, qwen, tmp_path):
+    model, _ = trained(qwen, 0, where)
+    model.generation_config = GenerationConfig(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[2, 4])
+    with pytest.raises(ValueError):
+        model.generation_config.save_pretrained(tmp_path)
+    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "x"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert stock.generation_config.eos_token_id == [2, 4] and stock.generation_config.temperature == 0.6
+
+
+@pytest.mark.parametrize("where_it_fails", ["weights", "tokenizer", "rename"])
+def test_a_failing_export_leaves_the_previous_one(where, qwen, tmp_path, monkeypatch, where_it_fails):
+    model, optimizer = trained(qwen, 0, where)
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    target = tmp_path / "best"
+    D.export_hf(model, tokenizer, str(target))
+    before = {n: (target / n).read_bytes() for n in names(target)}
+    step(model, optimizer)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", "x")
+    if where_it_fails == "weights":
+        import huggingface_hub
+        monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
+    elif where_it_fails == "tokenizer":
+        monkeypatch.setattr(tokenizer, "save_pretrained", full)
+    else:
+        rename = os.rename
+        monkeypatch.setattr(os, "rename", lambda a, b: full() if str(b) == str(target) and "old" not in str(a) else rename(a, b))
+    with pytest.raises(D.CheckpointError, match="best could not be written: .*No space"):
+        D.export_hf(model, tokenizer, str(target))
+    monkeypatch.undo()
+    assert names(tmp_path) == ["best"] and {n: (target / n).read_bytes() for n in names(target)} == before
+    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(target))
+    assert (target / "model.safetensors").read_bytes() != before["model.safetensors"] and names(tmp_path) == ["best"]
+
+
+# ------------------------------------------------------------------------------------------------------ two processes
+
+TWO = """
+import json, os, sys
+sys.path[:0] = sys.argv[1:3]
+import torch
+torch.set_num_threads(1)
+import distributed as D, model as M
+import test_distributed as T
+
+
+def check(where, lm, out):
+    rank = where.rank
+    facts = {"rank": rank, "world": where.world, "sum": D.all_reduce_sum([rank + 1, 0.5]), "gathered": D.gather_objects(chr(97 + rank)),
+             "broadcast": D.broadcast_object({"from": rank})}
+    D.print0(f"printed by {rank}")
+
+    # one step: each rank has half of the rows; FSDP averages gradients, so the loss is multiplied by the world size
+    model = D.shard_model(M.load_causal_lm(lm), where)
+    optimizer = M.make_optimizer(model, 0.01)
+    mine = slice(2 * rank, 2 * rank + 2)
+    (T.loss_of(model, mine) * where.world).backward()
+    grads = {D.clean_name(n): D.full_tensor(p.grad) for n, p in model.named_parameters()}
+    facts["norm"] = D.clip_grad_norm(model, 0.5)
+    optimizer.step()
+    stepped = T.weights(model)
+    with torch.no_grad():
+        logprobs = M.token_logprobs(model, T.TOKENS[mine], T.MASK[mine])
+    if rank == 0:
+        torch.save({"grads": grads, "stepped": stepped}, out + "/step.pt")
+    facts["logprobs"] = D.gather_objects(logprobs.tolist())
+
+    # syn-11: the constant is added once, not once a rank
+    model.reshard()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    grad = torch.zeros(32)
+    grad[0] = 1e-6
+    p = model.model.norm.weight
+    p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements)
+    facts["tiny norm"] = D.clip_grad_norm(model, 1e-6)
+    facts["tiny grad"] = float(D.full_tensor(p.grad)[0])
+
+    # checkpoints: written by two; written by one, loaded by two; bit-equal on the same number
+    torch.manual_seed(100 + rank)
+    D.save_checkpoint(out + "/run2", 1, model, optimizer, {"mark": "two"})
+    draws = torch.rand(2).tolist()
+    def further():
+        optimizer.zero_grad()
+        (T.loss_of(model, mine) * where.world).backward()
+        optimizer.step()
+        return T.weights(model)
+    once = further()
+    found = D.latest_checkpoint(out + "/run2")
+    D.load_checkpoint(found[0], model, optimizer)
+    facts["rng"] = draws == torch.rand(2).tolist()
+    twice = further()
+    facts["bit equal"] = all(torch.equal(once[n], twice[n]) for n in once)
+    found = D.latest_checkpoint(out + "/run1")
+    D.load_checkpoint(found[0], model, optimizer)
+    facts["from one"] = found[1]
+    from_one = T.weights(model)
+    after = further()
+    if rank == 0:
+        torch.save({"from_one": from_one, "after": after}, out + "/from_one.pt")
+
+    # ckp-14: ranks that see different folders; ckp-08 on one rank alone
+    own = out + f"/own{rank}"
+    for n in [10, 20] if rank == 0 else [10]:
+        os.makedirs(own + f"/checkpoint_{n:06d}")
+        json.dump({"step": n}, open(own + f"/checkpoint_{n:06d}/state.json", "w"))
+    facts["agreed"] = D.latest_checkpoint(own)[1]["step"]
+    try:
+        D.latest_checkpoint(own if rank == 0 else out + "/nothing")
+        facts["disagreed"] = "no error"
+    except D.CheckpointError as e:
+        facts["disagreed"] = str(e)
+    real = torch.save
+    if rank == 1:
+        def full(*a, **k):
+            raise OSError(28, "No space left on device")
+        torch.save = full
+    try:
+        D.save_checkpoint(out + "/run2", 2, model, optimizer, {})
+        facts["full"] = "no error"
+    except D.CheckpointError as e:
+        facts["full"] = str(e)
+    torch.save = real
+    facts["left"] = sorted(os.listdir(out + "/run2"))
+
+    from transformers import AutoTokenizer
+    D.export_hf(model, AutoTokenizer.from_pretrained(lm), out + "/export")
+    facts["exported"] = os.path.exists(out + "/export/model.safetensors")  # on every rank: it returns when the folder is there
+    json.dump(facts, open(out + f"/facts{rank}.json", "w"))
+
+
+where = D.setup()
+for folder in sys.argv[3:]:
+    check(where, folder + "/lm", folder)
+D.cleanup()
+"""
+
+
+@pytest.fixture(scope="module")
+def torchrun(where, tmp_path_factory):
+    """One start of two processes for all families; a family's folder by its place in PAIRS, and what was printed."""
+    out = tmp_path_factory.mktemp("two")
+    for i, family in enumerate(PAIRS):
+        tiny.tiny_lm(out / str(i) / "lm", *family, seed=3)
+        D.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, where), {"mark": "one"})
+    (out / "two.py").write_text(TWO)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(out / "two.py"),
+                           str(ROOT), str(ROOT / "tests"), *(str(out / str(i)) for i in range(len(PAIRS)))],
+                          capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out, done.stdout
+
+
+PAIRS = [("qwen2", True), ("llama", False)]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["qwen2-tied", "llama-untied"])
+def two(request, where, torchrun):
+    """(facts of both ranks, the folder they wrote to)."""
+    out = torchrun[0] / str(request.param)
+    return [json.loads((out / f"facts{r}.json").read_text()) for r in (0, 1)], out
+
+
+def test_two_processes_talk(two, torchrun):
+    for rank, facts in enumerate(two[0]):
+        assert (facts["rank"], facts["world"], facts["sum"], facts["gathered"]) == (rank, 2, [3.0, 1.0], ["a", "b"])
+        assert facts["broadcast"] == {"from": 0}
+    assert torchrun[1].count("printed by 0") == len(PAIRS) and "printed by 1" not in torchrun[1]
+
+
+def test_two_processes_take_the_step_of_one(two):
+    plain = M.load_causal_lm(str(two[1] / "lm"))
+    optimizer = M.make_optimizer(plain, 0.01)
+    loss_of(plain).backward()
+    theirs = torch.load(two[1] / "step.pt")
+    same(theirs["grads"], {n: p.grad for n, p in plain.named_parameters()}, atol=1e-6)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    assert norm > 0.5  # clipping was at work
+    optimizer.step()
+    same(theirs["stepped"], {n: p.detach() for n, p in plain.named_parameters()}, atol=2e-5)
+    with torch.no_grad():
+        logprobs = M.token_logprobs(plain, TOKENS, MASK)
+    for facts in two[0]:
+        assert facts["norm"] == pytest.approx(float(norm), rel=1e-5)
+        torch.testing.assert_close(torch.tensor(facts["logprobs"]).reshape(4, 11), logprobs, atol=1e-3, rtol=0)
+
+
+def test_two_processes_add_the_constant_once(two):
+    for facts in two[0]:
+        assert facts["tiny norm"] == pytest.approx(1e-6) and facts["tiny grad"] == pytest.approx(0.5e-6, rel=0.02)
+
+
+def test_two_processes_resume_bit_equally(two):
+    assert all(facts["rng"] and facts["bit equal"] for facts in two[0])
+
+
+def test_ckp_04_written_by_one_loaded_by_two(where, two):
+    out = two[1]
+    model, optimizer = trained(str(out / "lm"), 2, where)
+    assert all(facts["from one"] == {"step": 2, "world": 1, "mark": "one"} for facts in two[0])
+    theirs = torch.load(out / "from_one.pt")
+    same(theirs["from_one"], weights(model))
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()  # the moments came along: the next step is the same one
+    same(theirs["after"], weights(model), atol=2e-5)
+
+
+def test_ckp_04_written_by_two_loaded_by_one(where, two):
+    model, optimizer = trained(str(two[1] / "lm"), 0, where)
+    path, state = D.latest_checkpoint(str(two[1] / "run2"))
+    assert (state["step"], state["world"], state["mark"]) == (1, 2, "two")
+    D.load_checkpoint(path, model, optimizer)
+    same(weights(model), torch.load(two[1] / "step.pt")["stepped"])
+    assert all(float(s["step"]) == 1 for s in optimizer.state.values())
+
+
+def test_ckp_14_all_ranks_agree(two):
+    for facts in two[0]:
+        assert facts["agreed"] == 10 and "seen by every process" in facts["disagreed"]
+
+
+def test_a_disk_full_on_one_rank_is_an_error_on_all(two):
+    for facts in two[0]:
+        assert "checkpoint_000002 could not be written: [Errno 28] No space left" in facts["full"] and facts["left"] == ["checkpoint_000001"]
+
+
+def test_two_processes_export_one_whole_model(two):
+    assert all(facts["exported"] for facts in two[0])
+    stock, report = AutoModelForCausalLM.from_pretrained(two[1] / "export", output_loading_info=True)
+    assert not any(report.values())
+    same({n: p.detach() for n, p in stock.named_parameters()}, torch.load(two[1] / "from_one.pt")["after"])
