@@ -302,7 +302,7 @@ class EvaluateConfig:
     """bootstrap samples and sign flips"""
     seed: int = 0
     """seed of both"""
-    output: str = ""
+    out: str = ""
     """folder for table.md, metrics.json, config.yaml and the runs that were searched; without it nothing is written"""
 
 
@@ -416,13 +416,13 @@ def main(cfg: EvaluateConfig) -> dict:
         result |= {"baseline": first, "systems": systems}
     table = _table(systems, first, result["ci_unit"])
     print(table)
-    if cfg.output:
+    if cfg.out:
         for title, run in searched.items():
-            write_run(os.path.join(cfg.output, re.sub(r"[^\w.-]+", "_", title) + ".trec"), run)
+            write_run(os.path.join(cfg.out, re.sub(r"[^\w.-]+", "_", title) + ".trec"), run)
         for name, text in (("table.md", table), ("metrics.json", json.dumps(result, ensure_ascii=False, indent=1))):
-            with atomic_write(os.path.join(cfg.output, name)) as f:
+            with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
-        save_config(cfg, os.path.join(cfg.output, "config.yaml"))
+        save_config(cfg, os.path.join(cfg.out, "config.yaml"))
     return result
 
 

@@ -44,8 +44,8 @@ class InferConfig:
     """Hugging Face folder or hub name of an instruct model"""
     turns: str = ""
     """turns file (JSONL) to write rewrites for"""
-    output: str = ""
-    """JSONL file to write; its settings stand beside it in <output>.meta.json"""
+    out: str = ""
+    """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
     """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for the task"""
     examples: str = ""
@@ -56,7 +56,7 @@ class InferConfig:
     """logits are divided by it; 0 is greedy"""
     top_p: float = 1.0
     """sample among the most probable tokens of this mass"""
-    max_tokens: int = 1024
+    max_response_tokens: int = 1024
     """new tokens of a response at most"""
     max_prompt_tokens: int = 1536
     """longer prompts are not sampled: status too_long"""
@@ -68,7 +68,7 @@ class InferConfig:
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
     chunk: int = 64
     """turns between two writes: what a kill can lose"""
-    batch_size: int = 64
+    engine_batch: int = 64
     """responses that are sampled at the same time"""
     overwrite: bool = False
     """remove an earlier output of this name first"""
@@ -128,10 +128,10 @@ def open_engine(cfg: InferConfig, tokenizer, where: Dist) -> TorchEngine:
     eos = data.eos_token_ids(tokenizer, model.generation_config)
     pad = data.pad_token_id(tokenizer, eos)
     known = pad < model.get_input_embeddings().num_embeddings
-    engine = TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.batch_size)
-    if engine.max_length <= cfg.max_tokens:
-        raise ConfigError(f"max_tokens={cfg.max_tokens} leaves no room for a prompt in {cfg.model}'s "
-                          f"{engine.max_length} positions; lower max_tokens")
+    engine = TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.engine_batch)
+    if engine.max_length <= cfg.max_response_tokens:
+        raise ConfigError(f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
+                          f"{engine.max_length} positions; lower max_response_tokens")
     return engine
 
 
@@ -163,8 +163,8 @@ def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str
 def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[int]], cfg: InferConfig,
                  progress=None) -> list[dict]:
     """Lines of `turns`, `cfg.samples` each, in order; all prompts that fit go to the engine in one call."""
-    limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_tokens)
-    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_tokens, seed=cfg.seed)
+    limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
+    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
     fitting = [prompts[t.query_id] for t in turns if len(prompts[t.query_id]) <= limit]
     sampled = iter(engine.generate(fitting, sampling, progress) if fitting else [])
     rows = []
@@ -179,12 +179,12 @@ def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[i
 # -------------------------------------------------------------------------------------------------- restartable output
 
 def part_files(output: str) -> list[str]:
-    """What an unfinished run left beside `output`: gathered lines, and the files of its processes."""
+    """What an unfinished run left beside `out`: gathered lines, and the files of its processes."""
     return [p for p in [f"{output}.done", *sorted(glob.glob(f"{glob.escape(output)}.rank*"))] if os.path.isfile(p)]
 
 
 def collect(output: str, prompts: dict[str, list[int]], samples: int) -> list[dict]:
-    """Lines of all turns that are complete in `output` and its parts, in the order of `prompts`.
+    """Lines of all turns that are complete in `out` and its parts, in the order of `prompts`.
 
     A half-written last line of a file is passed over.  DataError: a line of another input.
     """
@@ -210,35 +210,35 @@ def collect(output: str, prompts: dict[str, list[int]], samples: int) -> list[di
 
 def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
     """Check the settings, gather what an earlier run left into one file; returns the ids that are done (rank 0)."""
-    meta = f"{cfg.output}.meta.json"
+    meta = f"{cfg.out}.meta.json"
     if cfg.overwrite:
-        for path in part_files(cfg.output) + [cfg.output] * os.path.exists(cfg.output):
+        for path in part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out):
             os.remove(path)
-    keys = ("prompt", "samples", "temperature", "top_p", "max_tokens", "max_prompt_tokens", "seed", "parser", "dtype")
-    begun = any(os.path.getsize(path) for path in [cfg.output, *part_files(cfg.output)] if os.path.exists(path))
+    keys = ("prompt", "samples", "temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed", "parser", "dtype")
+    begun = any(os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path))
     settings = {"model": [cfg.model, fingerprint(cfg.model)], **{key: getattr(cfg, key) for key in keys}}
     check_settings(meta, settings, begun)
-    save_config(cfg, f"{cfg.output}.config.yaml")
-    done = collect(cfg.output, prompts, cfg.samples)
-    data.write_jsonl(f"{cfg.output}.done", done)
-    for path in part_files(cfg.output)[1:]:
+    save_config(cfg, f"{cfg.out}.config.yaml")
+    done = collect(cfg.out, prompts, cfg.samples)
+    data.write_jsonl(f"{cfg.out}.done", done)
+    for path in part_files(cfg.out)[1:]:
         os.remove(path)
     return {row["query_id"] for row in done}
 
 
 def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list[dict]:
-    """Merge the parts into `cfg.output`, whole or not at all; returns its lines (every rank)."""
-    rows = collect(cfg.output, prompts, cfg.samples)
+    """Merge the parts into `cfg.out`, whole or not at all; returns its lines (every rank)."""
+    rows = collect(cfg.out, prompts, cfg.samples)
     broadcast_object(None)  # every rank has read the parts
     if where.rank == 0:
-        data.write_jsonl(cfg.output, rows)
-        for path in part_files(cfg.output):
+        data.write_jsonl(cfg.out, rows)
+        for path in part_files(cfg.out):
             os.remove(path)
     return rows
 
 
 def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
-    """All lines of `turns`, and the summary; `cfg.output` is complete afterwards.  Every rank calls it."""
+    """All lines of `turns`, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = encode_prompts(cfg, turns, tokenizer)
     done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
@@ -255,7 +255,7 @@ def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict
             if bar:  # the other processes are about as far
                 bar.update(min(finished * where.world, bar.total) - bar.done)
 
-        with open(f"{cfg.output}.rank{where.rank:03d}", "w", encoding="utf-8", newline="\n") as part:
+        with open(f"{cfg.out}.rank{where.rank:03d}", "w", encoding="utf-8", newline="\n") as part:
             for at in range(0, len(mine), cfg.chunk):
                 rows = sample_turns(engine, tokenizer, mine[at:at + cfg.chunk], prompts, cfg,
                                     lambda finished, *_, before=at * cfg.samples: show(before + finished))
@@ -270,29 +270,29 @@ def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict
     seconds = time.monotonic() - started
     rows = finish(cfg, prompts, where)
     count = Counter(row["status"] for row in rows)
-    return rows, {"output": cfg.output, "lines": len(rows), "generated": len(left) * cfg.samples,
+    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples,
                   **{status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")},
                   "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
 
 
 def check(cfg: InferConfig) -> None:
     """Raise ConfigError for settings that cannot work, before anything is loaded."""
-    for name in ("model", "turns", "output"):
+    for name in ("model", "turns", "out"):
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; give {name}=…")
-    for name in ("samples", "max_tokens", "max_prompt_tokens", "chunk", "batch_size"):
+    for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk", "engine_batch"):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
     if cfg.prompt == "few-shot" and not cfg.examples:
         raise ConfigError("prompt=few-shot needs examples=FILE")
-    if os.path.abspath(cfg.output) == os.path.abspath(cfg.turns):
-        raise ConfigError(f"output={cfg.output} is the turns file itself; choose another name")
+    if os.path.abspath(cfg.out) == os.path.abspath(cfg.turns):
+        raise ConfigError(f"out={cfg.out} is the turns file itself; choose another name")
     if cfg.samples > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
 
 
 def main(cfg: InferConfig) -> dict | None:
-    """Write `cfg.output`; returns counts per status, tokens/s and seconds (rank 0)."""
+    """Write `cfg.out`; returns counts per status, tokens/s and seconds (rank 0)."""
     check(cfg)
     turns = data.read_turns(cfg.turns)
     where = setup()

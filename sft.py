@@ -2,7 +2,7 @@
 
 `stage=sample`: the model answers the train turns with the few-shot prompt (through infer.py: sharded, restartable) and
 well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
-record in `<output>/records.jsonl`, at most keep_per_turn a turn, best rank first, then first sampled.  `stage=train`:
+record in `<out>/records.jsonl`, at most keep_per_turn a turn, best rank first, then first sampled.  `stage=train`:
 records are trained with the zero-shot prompt, so what the examples showed moves into the weights.  `stage=all`: both.
 
 Differs from the original's trainer in: the loss of a step is a sum over trained tokens divided by one count over all
@@ -10,7 +10,7 @@ micro-batches and processes; the last incomplete batch of an epoch is trained, w
 the longest of a micro-batch; over-long rows are dropped and counted, not cut; the held-out set shares no conversation
 with the training set, and the epoch with its lowest loss is exported; a killed run resumes exactly.
 
-Written to `output`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder,
+Written to `out`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder,
 float32), result.json, config.yaml.  Shapes: B sequences, T predicted positions, U kept positions, V vocabulary.
 """
 
@@ -50,10 +50,10 @@ class SFTConfig:
     """sample: write records; train: fine-tune on records; all: one after the other"""
     model: str = ""
     """Hugging Face folder or hub name of an instruct model: it is sampled from and fine-tuned"""
-    output: str = ""
+    out: str = ""
     """folder of this run"""
     overwrite: bool = False
-    """remove what an earlier run of the same stage left in `output`"""
+    """remove what an earlier run of the same stage left in `out`"""
     seed: int = 0
     """of the draws, the choice of turns, the held-out split and the order of training"""
 
@@ -69,7 +69,7 @@ class SFTConfig:
     """sample: responses a turn"""
     temperature: float = 0.7
     """sample: logits are divided by it"""
-    max_tokens: int = 1024
+    max_response_tokens: int = 1024
     """sample: new tokens of a response at most"""
     max_prompt_tokens: int = 4096
     """sample: turns with a longer few-shot prompt are not sampled, and counted"""
@@ -79,11 +79,11 @@ class SFTConfig:
     """sample: keep so many different responses of a turn; all but the first get query ids <id>#<sample>"""
     chunk: int = 64
     """sample: turns between two writes"""
-    sample_batch_size: int = 64
+    engine_batch: int = 64
     """sample: responses sampled at the same time"""
 
     records: str = ""
-    """train: turns file with `response`; empty: what stage=sample wrote to `output`"""
+    """train: turns file with `response`; empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
     """train: on `response`, or on the human `rewrite`, its think block made of the words it adds to the question"""
     max_length: int = 3072
@@ -118,7 +118,7 @@ class SFTConfig:
     """train: how many of the newest stay"""
 
 
-SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_tokens", "max_prompt_tokens", "max_rank",
+SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_response_tokens", "max_prompt_tokens", "max_rank",
                "keep_per_turn")
 TRAIN_KEYS = ("seed", "target", "max_length", "heldout_fraction", "epochs", "sequences_per_step", "lr", "schedule",
               "warmup_fraction", "betas", "weight_decay", "max_grad_norm")  # what changes the result
@@ -131,16 +131,16 @@ class Diverged(RuntimeError):
 
 
 def begin_stage(cfg: SFTConfig, where: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
-    """Make `output` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
     if where.rank == 0:
-        os.makedirs(cfg.output, exist_ok=True)
-        there = [path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.output), name))]
+        os.makedirs(cfg.out, exist_ok=True)
+        there = [path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.out), name))]
         if cfg.overwrite:
             for path in there:
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         begun = not cfg.overwrite and any(map(os.path.getsize, there))
-        infer.check_settings(os.path.join(cfg.output, f"{stage}.settings.json"), settings, begun)
-        save_config(cfg, os.path.join(cfg.output, "config.yaml" if stage == "train" else "sample.config.yaml"))
+        infer.check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
+        save_config(cfg, os.path.join(cfg.out, "config.yaml" if stage == "train" else "sample.config.yaml"))
     D.broadcast_object(None)
 
 
@@ -208,11 +208,11 @@ def sample_settings(cfg: SFTConfig) -> dict:
 
 
 def sample_records(cfg: SFTConfig, where: Dist) -> dict:
-    """Write `<output>/records.jsonl` and `sample_stats.json`; returns the statistics.  Nothing to do if they are there.
+    """Write `<out>/records.jsonl` and `sample_stats.json`; returns the statistics.  Nothing to do if they are there.
 
     DataError if no record is left.
     """
-    stats_path, records_path = (os.path.join(cfg.output, name) for name in ("sample_stats.json", "records.jsonl"))
+    stats_path, records_path = (os.path.join(cfg.out, name) for name in ("sample_stats.json", "records.jsonl"))
     begin_stage(cfg, where, "sample", sample_settings(cfg),
                 ("samples.jsonl", "samples.jsonl.done", "samples.jsonl.rank*", "records.jsonl", "sample_stats.json"))
     stats = read_result(stats_path)
@@ -222,9 +222,10 @@ def sample_records(cfg: SFTConfig, where: Dist) -> dict:
         if cfg.max_turns is not None and cfg.max_turns < len(turns):
             turns = [turns[i] for i in sorted(random.Random(cfg.seed).sample(range(len(turns)), cfg.max_turns))]
         rows, summary = infer.respond(infer.InferConfig(
-            model=cfg.model, turns=cfg.turns, output=os.path.join(cfg.output, "samples.jsonl"), prompt="few-shot",
-            examples=cfg.examples, samples=cfg.samples_per_turn, temperature=cfg.temperature, max_tokens=cfg.max_tokens,
-            max_prompt_tokens=cfg.max_prompt_tokens, seed=cfg.seed, chunk=cfg.chunk, batch_size=cfg.sample_batch_size),
+            model=cfg.model, turns=cfg.turns, out=os.path.join(cfg.out, "samples.jsonl"), prompt="few-shot",
+            examples=cfg.examples, samples=cfg.samples_per_turn, temperature=cfg.temperature,
+            max_response_tokens=cfg.max_response_tokens,
+            max_prompt_tokens=cfg.max_prompt_tokens, seed=cfg.seed, chunk=cfg.chunk, engine_batch=cfg.engine_batch),
             turns, where)
         ranks, searches = rank_rewrites(retriever, turns, rows, where)
         records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
@@ -428,20 +429,20 @@ def log_step(path: str, row: dict, total: int, rest: str, where: Dist) -> None:
 
 def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Example], cfg: SFTConfig, where: Dist,
              pad_id: int) -> dict:
-    """Fine-tune a sharded model, from the newest checkpoint in `cfg.output` if there is one; every process calls it.
+    """Fine-tune a sharded model, from the newest checkpoint in `cfg.out` if there is one; every process calls it.
 
-    The epoch with the lowest held-out loss (without held-out rows: the last) is exported to `<output>/final`; returns
+    The epoch with the lowest held-out loss (without held-out rows: the last) is exported to `<out>/final`; returns
     its figures.  SystemExit 143 after SIGTERM, 130 after Ctrl-C, with a checkpoint saved; Diverged after
     `max_bad_steps` bad steps in a row.
     """
     per_epoch = steps_per_epoch(len(rows), cfg)
-    total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.output, "metrics.jsonl")
+    total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
     held_batches = micro_batches(heldout, cfg.micro_batch_size, pad_id, where) if heldout else []
     model.train(cfg.gradient_checkpointing)  # transformers recomputes in train mode alone; dropout is 0 in either
     best: dict = {}
     start, bad, skipped = 0, 0, 0
-    if found := D.latest_checkpoint(cfg.output):
+    if found := D.latest_checkpoint(cfg.out):
         D.load_checkpoint(found[0], model, optimizer)
         start, best, bad, skipped = (found[1][k] for k in ("step", "best", "bad", "skipped"))
         print0(f"train: resumed from {found[0]}, step {start} of {total}")
@@ -468,7 +469,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
                 row |= held
                 if not best or not held or held["heldout_loss"] < best["heldout_loss"]:
                     best = {"best_epoch": epoch, **held}
-                    D.export_hf(model, tokenizer, os.path.join(cfg.output, "final"))
+                    D.export_hf(model, tokenizer, os.path.join(cfg.out, "final"))
             left = (time.monotonic() - began) / (step + 1 - start) * (total - step - 1)
             log_step(metrics, row | {"seconds": round(time.monotonic() - clock, 3)}, total, f"{left:.0f} s left", where)
             if bad >= cfg.max_bad_steps:
@@ -476,7 +477,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
                                f"{cfg.lr:g}) and begin anew with overwrite=true")
             stop = max(D.gather_objects(caught[0] if caught else 0))  # all leave at the same step
             if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
-                D.save_checkpoint(cfg.output, step + 1, model, optimizer,
+                D.save_checkpoint(cfg.out, step + 1, model, optimizer,
                                   {"best": best, "bad": bad, "skipped": skipped}, cfg.keep_checkpoints)
             if stop and step + 1 < total:
                 print0(f"stopped by signal {stop} after step {step + 1} of {total}; the same command continues")
@@ -485,9 +486,9 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
 
 
 def train(cfg: SFTConfig, where: Dist) -> dict:
-    """Train on the records; `<output>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
-    path, final = cfg.records or os.path.join(cfg.output, "records.jsonl"), os.path.join(cfg.output, "final")
-    turns, result_path = data.read_turns(path), os.path.join(cfg.output, "result.json")
+    """Train on the records; `<out>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
+    path, final = cfg.records or os.path.join(cfg.out, "records.jsonl"), os.path.join(cfg.out, "final")
+    turns, result_path = data.read_turns(path), os.path.join(cfg.out, "result.json")
     files = {key: [name, infer.fingerprint(name)] for key, name in (("model", cfg.model), ("records", path))}
     begin_stage(cfg, where, "train", files | {key: getattr(cfg, key) for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
@@ -518,13 +519,13 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
 
 def check(cfg: SFTConfig) -> None:
     """Raise ConfigError for settings that cannot work, before anything is loaded."""
-    for name in ["model", "output"] + ["turns", "examples"] * (cfg.stage != "train"):
+    for name in ["model", "out"] + ["turns", "examples"] * (cfg.stage != "train"):
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; stage={cfg.stage} needs {name}=…")
     if cfg.stage == "all" and cfg.records:
         raise ConfigError(f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples")
-    for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_tokens", "epochs", "sequences_per_step",
-                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "sample_batch_size",
+    for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_response_tokens", "epochs", "sequences_per_step",
+                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "engine_batch",
                  "max_turns"):
         value = getattr(cfg, name)
         if value is not None and value < 1:

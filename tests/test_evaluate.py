@@ -465,7 +465,7 @@ def test_command_scores_a_run_and_ends_with_json(files):
 @pytest.mark.parametrize("form", ["run={0}/raw.trec,{0}/mine.trec", "run={0}/mine.trec baseline={0}/raw.trec"])
 def test_two_runs_are_compared(files, form, capsys):
     folder, run, better, qrels = files
-    words = form.format(folder).split() + [f"qrels={folder}/qrels", "samples=500", f"output={folder}/out"]
+    words = form.format(folder).split() + [f"qrels={folder}/qrels", "samples=500", f"out={folder}/out"]
     result = evaluate.main(load_config(EvaluateConfig, words))
     assert (result["system"], result["baseline"]) == ("mine", "raw") and list(result["systems"]) == ["raw", "mine"]
     expected = paired_test(score_run(better, qrels), score_run(run, qrels), samples=500)
@@ -523,7 +523,7 @@ def test_rewrites_and_baselines_are_searched(searched, capsys):
                 f"rewrites={folder}/mine.jsonl,{folder}/part.jsonl",
                 "query=question,rewrite,context",
                 "samples=50",
-                f"output={folder}/out",
+                f"out={folder}/out",
             ],
         )
     )

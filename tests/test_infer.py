@@ -84,7 +84,7 @@ def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900})
     scripted({"who wrote it?": response("who wrote\nDune\t ?"), "unclosed": "<think>a</think>\n<rewrite>who wrote Dune",
               "broken": None})
-    result = infer.main(infer.InferConfig(model=lm, turns=turns, output=str(tmp_path / "o.jsonl"), max_tokens=64,
+    result = infer.main(infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64,
                                           max_prompt_tokens=1000))
     rows = read(tmp_path / "o.jsonl")
     assert [(r["query_id"], r["status"], r["rewrite"]) for r in rows] == [
@@ -102,35 +102,35 @@ def test_restart_after_a_crash_samples_only_what_is_missing(lm, tmp_path, script
     questions = {k: f"question {k}" for k in "abc"}
     turns = write_turns(tmp_path / "t.jsonl", questions)
     answers = {q: [response(f"first {q}"), response(f"second {q}")] for q in questions.values()}
-    cfg = dict(model=lm, turns=turns, samples=2, temperature=0.7, max_tokens=64)
+    cfg = dict(model=lm, turns=turns, samples=2, temperature=0.7, max_response_tokens=64)
     engine = scripted(answers)
-    infer.main(infer.InferConfig(output=str(tmp_path / "whole.jsonl"), **cfg))
+    infer.main(infer.InferConfig(out=str(tmp_path / "whole.jsonl"), **cfg))
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     output = str(tmp_path / "o.jsonl")
-    infer.main(infer.InferConfig(output=output, **cfg))
+    infer.main(infer.InferConfig(out=output, **cfg))
     os.remove(output)  # what a killed run of two processes leaves
     (tmp_path / "o.jsonl.rank000").write_bytes(lines[0] + lines[1] + lines[4][:-1] + b"\n")
     (tmp_path / "o.jsonl.rank001").write_bytes(lines[2] + lines[3] + lines[5][:30])
     engine.asked.clear()
-    result = infer.main(infer.InferConfig(output=output, **cfg))
+    result = infer.main(infer.InferConfig(out=output, **cfg))
     assert engine.asked == ["question c"] and result["generated"] == 2
     assert open(output, "rb").read() == b"".join(lines)
     assert not glob.glob(output + ".rank*") and not os.path.exists(output + ".done")
     open(output, "wb").write(b"".join(lines[:4]) + lines[4][:50])  # the final file itself, cut
     engine.asked.clear()
-    infer.main(infer.InferConfig(output=output, **cfg))
+    infer.main(infer.InferConfig(out=output, **cfg))
     assert engine.asked == ["question c"] and open(output, "rb").read() == b"".join(lines)
     engine.asked.clear()
-    assert infer.main(infer.InferConfig(output=output, **cfg))["generated"] == 0 and not engine.asked
+    assert infer.main(infer.InferConfig(out=output, **cfg))["generated"] == 0 and not engine.asked
 
 
 def test_an_output_never_mixes_two_settings(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
     engine = scripted({"one": response("1"), "two": response("2"), "three": response("3")})
-    cfg = infer.InferConfig(model=lm, turns=turns, output=str(tmp_path / "o.jsonl"), max_tokens=64)
+    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
     infer.main(cfg)
-    with pytest.raises(data.DataError, match="max_tokens was 64 and is 65.*overwrite=true"):
-        infer.main(infer.InferConfig(**{**vars(cfg), "max_tokens": 65}))
+    with pytest.raises(data.DataError, match="max_response_tokens was 64 and is 65.*overwrite=true"):
+        infer.main(infer.InferConfig(**{**vars(cfg), "max_response_tokens": 65}))
     other = tmp_path / "lm"
     tiny_lm(other, seed=1)
     with pytest.raises(data.DataError, match="model was"):
@@ -139,7 +139,7 @@ def test_an_output_never_mixes_two_settings(lm, tmp_path, scripted):
     with pytest.raises(data.DataError, match="turn b .* had another prompt"):
         infer.main(cfg)
     engine.asked.clear()
-    infer.main(infer.InferConfig(**{**vars(cfg), "max_tokens": 65, "overwrite": True}))
+    infer.main(infer.InferConfig(**{**vars(cfg), "max_response_tokens": 65, "overwrite": True}))
     assert engine.asked == ["one", "three"]
 
 
@@ -147,7 +147,7 @@ def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
     data.write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
                                                   "think": "Ann", "rewrite": "when was Ann born?"}])
     cfg = infer.InferConfig(model=lm, turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}), prompt="few-shot",
-                            examples=str(tmp_path / "e.jsonl"), output=str(tmp_path / "o.jsonl"))
+                            examples=str(tmp_path / "e.jsonl"), out=str(tmp_path / "o.jsonl"))
     ids = infer.encode_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())["a"]
     text = tiny_tokenizer().decode(ids)
     assert "<rewrite>when was Ann born?</rewrite>" in text
@@ -176,18 +176,18 @@ def test_batches_do_not_change_greedy_output(lm, seven, tmp_path):
     """inf-12: temperature 0, batches of 1 and 4."""
     rows = []
     for batch in (1, 4):
-        infer.main(infer.InferConfig(model=lm, turns=seven, output=str(tmp_path / f"{batch}.jsonl"), max_tokens=12,
-                                     batch_size=batch, chunk=3))
+        infer.main(infer.InferConfig(model=lm, turns=seven, out=str(tmp_path / f"{batch}.jsonl"), max_response_tokens=12,
+                                     engine_batch=batch, chunk=3))
         rows.append([(r["query_id"], r["response"], r["tokens"]) for r in read(tmp_path / f"{batch}.jsonl")])
     assert rows[0] == rows[1] and len(rows[0]) == 7
 
 
 def test_two_processes_write_the_same_file_as_one(lm, seven, tmp_path):
-    arguments = dict(model=lm, turns=seven, samples=2, temperature=0.7, max_tokens=12, chunk=2)
-    infer.main(infer.InferConfig(output=str(tmp_path / "one.jsonl"), **arguments))
+    arguments = dict(model=lm, turns=seven, samples=2, temperature=0.7, max_response_tokens=12, chunk=2)
+    infer.main(infer.InferConfig(out=str(tmp_path / "one.jsonl"), **arguments))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "infer.py"),
-         f"output={tmp_path / 'two.jsonl'}", *(f"{k}={v}" for k, v in arguments.items())],
+         f"out={tmp_path / 'two.jsonl'}", *(f"{k}={v}" for k, v in arguments.items())],
         capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["lines"] == 14
@@ -202,7 +202,7 @@ def exit_status(arguments, capsys, module=infer, cls=infer.InferConfig):
 
 def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one"})
-    out = f"output={tmp_path / 'o.jsonl'}"
+    out = f"out={tmp_path / 'o.jsonl'}"
     (tmp_path / "empty.jsonl").write_text("")
     bare = tmp_path / "bare"
     tiny_lm(bare)
@@ -215,9 +215,9 @@ def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
             ([f"model={bare}", f"turns={turns}", out], "chat template"),
             ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
             ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),
-            ([f"model={lm}", f"turns={turns}", out, "max_token=3"], "max_tokens"),
-            ([f"model={lm}", f"turns={turns}", out + "x", "max_tokens=4096"], "2048 positions"),
-            ([f"model={lm}", f"turns={turns}", f"output={turns}"], "turns file itself"),
+            ([f"model={lm}", f"turns={turns}", out, "max_response_token=3"], "max_response_tokens"),
+            ([f"model={lm}", f"turns={turns}", out + "x", "max_response_tokens=4096"], "2048 positions"),
+            ([f"model={lm}", f"turns={turns}", f"out={turns}"], "turns file itself"),
             ([f"turns={turns}", out], "model is empty")]:
         status, err = exit_status(arguments, capsys)
         assert status == 2 and text in err and "Traceback" not in err, (arguments, err)

@@ -63,7 +63,7 @@ def short_prompt(monkeypatch):
 
 
 def config(lm, records, output, **changes):
-    values = dict(stage="train", model=lm, records=records, output=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
+    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
                   micro_batch_size=2, heldout_fraction=0.25, save_every=1)
     return sft.SFTConfig(**values | changes)
 
@@ -226,8 +226,8 @@ def test_overfits_and_greedy_output_equals_the_target(records, tmp_path):
                              micro_batch_size=4, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
     steps = metrics(tmp_path / "o")
     assert steps[0]["loss"] > 4 and steps[-1]["loss"] < 0.05 and result["best_epoch"] == 45
-    infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, output=str(tmp_path / "i.jsonl"),
-                                 max_tokens=100))
+    infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, out=str(tmp_path / "i.jsonl"),
+                                 max_response_tokens=100))
     assert [r["response"] for r in read(tmp_path / "i.jsonl")] == [record(i)["response"] for i in range(4)]
 
 
@@ -386,7 +386,7 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(infer, "open_engine", lambda *a: engine)
     monkeypatch.setattr(sft, "open_retriever", lambda cfg: retriever)
     cfg = sft.SFTConfig(stage="sample", model=lm, turns=turns, examples=str(tmp_path / "e.jsonl"),
-                        output=str(tmp_path / "o"), samples_per_turn=4, max_tokens=200)
+                        out=str(tmp_path / "o"), samples_per_turn=4, max_response_tokens=200)
     stats = sft.main(cfg)["sample"]
     records = read(tmp_path / "o/records.jsonl")
     assert [(r["query_id"], r["response"], r["rank"], r["sample"]) for r in records] == [
@@ -400,7 +400,7 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
     assert sft.main(cfg)["sample"] == stats and not engine.asked  # nothing to do
     with pytest.raises(data.DataError, match="max_rank was 1 and is 2"):
         sft.main(sft.SFTConfig(**{**vars(cfg), "max_rank": 2}))
-    more = sft.SFTConfig(**{**vars(cfg), "max_rank": 2, "keep_per_turn": 3, "output": str(tmp_path / "o2")})
+    more = sft.SFTConfig(**{**vars(cfg), "max_rank": 2, "keep_per_turn": 3, "out": str(tmp_path / "o2")})
     sft.main(more)
     assert [(r["query_id"], r["rank"]) for r in read(tmp_path / "o2/records.jsonl")] == [
         ("q0", 1), ("q0#1", 1), ("q0#2", 2), ("q1", 1), ("q1#0", 2), ("q4", 2)]
@@ -427,7 +427,7 @@ def test_all_samples_then_trains_and_an_empty_yield_is_an_error(lm, tmp_path, mo
 
 def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
-    out = f"output={tmp_path / 'o'}"
+    out = f"out={tmp_path / 'o'}"
     train = ["stage=train", f"model={lm}", out]
     for arguments, text in [
             ([*train, f"records={tmp_path}/none.jsonl"], "none.jsonl"),
