@@ -423,6 +423,8 @@ def main(cfg: EvaluateConfig) -> dict:
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
+    if len(systems) > 1:  # the line on stdout stays readable: intervals and tests of every system are in metrics.json
+        result |= {"systems": {t: {k: v for k, v in row.items() if k not in ("ci", "paired")} for t, row in systems.items()}}
     return result
 
 

