@@ -611,12 +611,17 @@ def step_line(row: dict, steps: int, seconds: float) -> str:
             f"sync {row['seconds_sync']:.1f}s | left {left / 60:.0f}m")
 
 
+def jsonable(value: float | int | str | None) -> float | int | str | None:
+    """A figure for metrics.jsonl: rounded; null where it is not finite (a skipped step's gradient norm), which JSON lacks."""
+    return (round(value, 6) if math.isfinite(value) else None) if isinstance(value, float) else value
+
+
 def log_step(run: Run, row: dict, rows: list[dict] = (), history: list[dict] = ()) -> None:
     """Rank 0 appends to metrics.jsonl, writes rollouts/step_*.jsonl, prints the step's line, and two samples now and then."""
     if run.where.rank:
         return
     with open(os.path.join(run.cfg.out, "metrics.jsonl"), "a", encoding="utf-8", newline="\n") as f:
-        f.write(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+        f.write(json.dumps({k: jsonable(v) for k, v in row.items()}) + "\n")
     if not rows:
         return
     data.write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
