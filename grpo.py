@@ -321,13 +321,12 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
 
 
 def micro_batches(batch: RolloutBatch, size: int) -> list[RolloutBatch]:
-    """The batch cut into pieces of at most `size` sequences, padding trimmed; as many on every rank.
+    """The batch cut into pieces of at most `size` sequences, as many on every rank.
 
-    Groups stay together, so that their prompt is computed once a piece, and are taken by length of prompt, so that a piece
-    holds little padding.  A rank with fewer pieces than another repeats its last sequence with an empty loss mask: everyone
-    joins every collective.
+    Groups stay together, so that what they share is computed once a piece.  A rank with fewer pieces than another repeats its
+    last sequence with an empty loss mask: everyone joins every collective.
     """
-    order = torch.argsort(batch.prompt_lengths * (int(batch.group_ids.max()) + 1) + batch.group_ids, descending=True, stable=True)
+    order = torch.argsort(batch.group_ids, stable=True)
     pieces = [batch.select(index) for index in order.split(size)]
     for _ in range(max(D.gather_objects(len(pieces))) - len(pieces)):
         idle = batch.select(order[-1:])

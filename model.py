@@ -26,7 +26,7 @@ class ModelError(ValueError):
     exit_status = 2
 
 
-ROW_TOKENS = 2048  # prompt and responses in one row of share_prompts
+ROW_TOKENS = 2048  # in one row of share_prefixes: bounds its attention mask
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
 
@@ -93,51 +93,59 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
 
 
 @dataclass
-class GroupLayout:
-    """Sequences laid out so that the prompt of a group is computed once: rows of a prompt and its responses one after another."""
+class SharedLayout:
+    """Sequences laid out so that what their prompts share is computed once: a row is the beginning that all its prompts share,
+    then, prompt by prompt, the rest of the prompt and its responses."""
 
     tokens: Tensor  # (R, S) int64
-    position_ids: Tensor  # (R, S) int64: every response continues at its prompt's length
-    mask: Tensor  # (R, 1, S, S) bool: causal, and a response sees its prompt and itself, never another response
+    position_ids: Tensor  # (R, S) int64: place in the sequence, not in the row
+    mask: Tensor  # (R, 1, S, S) bool: causal, and a token sees its own sequence, never another one's
     source: Tensor  # (B, T) int64: which of the R * S states predicts tokens[b, t+1]
 
 
-def share_prompts(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> GroupLayout:
-    """Lay out right-padded tokens (B, T+1) of groups with equal prompts, prompt_lengths (B,) and group_ids (B,) saying which.
+def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> SharedLayout:
+    """Lay out right-padded tokens (B, T+1); sequences of equal group_ids (B,) have the same prompt, prompt_lengths (B,) long.
 
-    A row takes responses of one group up to ROW_TOKENS (at least one), which bounds the S x S mask; the prompt is computed
-    once a row.  The last token of a response is nobody's input and is left out.
+    A row holds up to ROW_TOKENS (at least one sequence), which bounds the S x S mask.  The last token of a sequence is
+    nobody's input and is left out.
     """
-    ids, lengths = tokens.tolist(), attention_mask.sum(-1).tolist()
-    rows: list[list[int]] = []
-    positions: list[list[int]] = []
-    segments: list[list[int]] = []
-    places: list[tuple[int, int]] = []  # (row, where the response's inputs begin) of each sequence
-    open_row: dict[int, int] = {}
-    for b, (group, p) in enumerate(zip(group_ids.tolist(), prompt_lengths.tolist())):
-        response = ids[b][p:lengths[b] - 1]
-        row = open_row.get(group)
-        if row is None or len(rows[row]) + len(response) > ROW_TOKENS:
-            row = open_row[group] = len(rows)
-            rows.append(ids[b][:p])
-            positions.append(list(range(p)))
-            segments.append([0] * p)
-        places.append((row, len(rows[row])))
-        rows[row] += response
-        positions[row] += range(p, p + len(response))
-        segments[row] += [b + 1] * len(response)
+    ids, lengths, prompts = tokens.tolist(), attention_mask.sum(-1).tolist(), prompt_lengths.tolist()
+    groups: dict[int, list[int]] = {}
+    for b, group in enumerate(group_ids.tolist()):
+        groups.setdefault(group, []).append(b)
+    first = [ids[members[0]][:prompts[members[0]]] for members in groups.values()]  # each group's prompt
+    common = min(map(len, first))
+    while any(p[:common] != first[0][:common] for p in first):
+        common -= 1
+    rows: list[list[tuple[int, int, int, int]]] = []  # a row's entries: token, position, own segment, parent segment
+
+    def append(segment: int, parent: int, values: list[int], position: int) -> int:
+        begin = len(rows[-1])
+        rows[-1] += [(v, position + i, segment, parent) for i, v in enumerate(values)]
+        return begin
+
+    places = torch.zeros(len(ids), 3, dtype=torch.int64)  # row, where the prompt's rest begins, where the response begins
+    for number, (members, prompt) in enumerate(zip(groups.values(), first), 1):
+        rest: int | None = None
+        for b in members:
+            response = ids[b][len(prompt):lengths[b] - 1]
+            needed = len(response) + (len(prompt) - common if rest is None else 0)
+            if not rows or len(rows[-1]) + needed > ROW_TOKENS:
+                rows.append([])
+                append(0, 0, prompt[:common], 0)
+                rest = None
+            if rest is None:
+                rest = append(number, 0, prompt[common:], common)
+            places[b] = torch.tensor([len(rows) - 1, rest, append(len(groups) + 1 + b, number, response, len(prompt))])
     width = max(map(len, rows))
-
-    def padded(values: list[list[int]], filler: int) -> Tensor:
-        return torch.tensor([v + [filler] * (width - len(v)) for v in values], device=tokens.device)
-
-    segment = padded(segments, -1)
+    table = torch.tensor([row + [(0, 0, -1, -1)] * (width - len(row)) for row in rows], device=tokens.device)  # (R, S, 4)
+    token, position, own, parent = table.unbind(-1)
     causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
-    mask = causal & ((segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None]))
-    t = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    row, begin = torch.tensor(places, device=tokens.device).unbind(-1)
-    column = torch.where(t < prompt_lengths[:, None], t, begin[:, None] + t - prompt_lengths[:, None]).clamp(max=width - 1)
-    return GroupLayout(padded(rows, 0), padded(positions, 0), mask[:, None], row[:, None] * width + column)
+    seen = (own[:, None, :] == 0) | (own[:, None, :] == own[:, :, None]) | (own[:, None, :] == parent[:, :, None])
+    row, rest_at, response_at = (c[:, None] for c in places.to(tokens.device).unbind(-1))  # (B, 1) each
+    t, p = torch.arange(tokens.shape[1] - 1, device=tokens.device), prompt_lengths[:, None]
+    column = torch.where(t < common, t, torch.where(t < p, rest_at + t - common, response_at + t - p)).clamp(max=width - 1)
+    return SharedLayout(token, position, (causal & seen)[:, None], row * width + column)
 
 
 def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float, positions: Tensor | None,
@@ -146,7 +154,7 @@ def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, 
     inputs, mask = tokens[:, :-1], attention_mask[:, :-1]
     keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
     if groups is not None:
-        layout = share_prompts(tokens, attention_mask, *groups)
+        layout = share_prefixes(tokens, attention_mask, *groups)
         states = model.base_model(input_ids=layout.tokens, attention_mask=layout.mask, position_ids=layout.position_ids,
                                   use_cache=False).last_hidden_state.flatten(0, 1)
         rows = states[layout.source[keep]]
@@ -182,7 +190,7 @@ def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, tem
     meaningless.  `positions` (B, T) bool: where the head is evaluated at all (zero elsewhere): prompts need none.
     With `with_entropy` also the entropy of the same distributions, (B, T), in nats.
     `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same prompt, which
-    is then computed once; the results are the same.
+    is then computed once, and so is what all prompts begin with; the results are the same.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: log-probabilities need a temperature above 0 (greedy sampling has none)")

@@ -265,6 +265,7 @@ class Batch:
     tokens: Tensor  # (B, T+1) int64
     attention_mask: Tensor  # (B, T+1) int64
     loss_mask: Tensor  # (B, T) bool
+    prompt_lengths: Tensor  # (B,) int64
 
 
 def human_response(question: str, rewrite: str) -> str:
@@ -326,7 +327,8 @@ def collate(rows: list[Example], pad_id: int, device: torch.device) -> Batch:
     fill = [width - len(r.tokens) for r in rows]
     return Batch(torch.tensor([r.tokens + [pad_id] * n for r, n in zip(rows, fill)], device=device),
                  torch.tensor([[1] * len(r.tokens) + [0] * n for r, n in zip(rows, fill)], device=device),
-                 torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool, device=device))
+                 torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool, device=device),
+                 torch.tensor([len(r.tokens) - max(1, sum(r.loss_mask)) for r in rows], device=device))
 
 
 def micro_batches(rows: list[Example], size: int, pad_id: int, where: Dist) -> list[Batch]:
@@ -354,7 +356,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     for i, batch in enumerate(batches):
         if hasattr(model, "set_requires_gradient_sync"):  # one reduction a step
             model.set_requires_gradient_sync(i == len(batches) - 1)
-        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask)  # (B, T)
+        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)  # each its own prompt; the instruction is shared
+        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask,
+                                  groups=(batch.prompt_lengths, rows))  # (B, T)
         loss = -(logprobs * batch.loss_mask).sum() / tokens
         (loss * world).backward()  # FSDP averages over processes; a sum is meant
         total += loss.item()

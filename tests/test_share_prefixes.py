@@ -12,11 +12,11 @@ import tiny
 from rollout import Rollout, collate_rollouts
 
 
-def batch_of(seed: int, groups: int = 3, size: int = 4):
+def batch_of(seed: int, groups: int = 3, size: int = 4, shared: int = 0):
     rng = random.Random(seed)
-    rollouts = []
+    rollouts, begin = [], [rng.randrange(5, 200) for _ in range(shared)]
     for g in range(groups):
-        prompt = [rng.randrange(5, 200) for _ in range(rng.randrange(1, 12))]
+        prompt = begin + [rng.randrange(5, 200) for _ in range(rng.randrange(1, 12))]
         for _ in range(size):
             n = rng.randrange(1, 9)
             rollouts.append(Rollout(prompt, [rng.randrange(5, 200) for _ in range(n)], [-1.0] * n, [1] * n, g, "eos"))
@@ -30,7 +30,7 @@ def test_same_log_probabilities_and_gradients(kind, tied, row_tokens, monkeypatc
     monkeypatch.setattr(M, "ROW_TOKENS", row_tokens)
     model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind, tied=tied))
     for seed in range(3):
-        batch = batch_of(seed)
+        batch = batch_of(seed, shared=5 * seed)
         weights = torch.randn(batch.loss_mask.shape)
         results = []
         for groups in (None, (batch.prompt_lengths, batch.group_ids)):
@@ -43,16 +43,34 @@ def test_same_log_probabilities_and_gradients(kind, tied, row_tokens, monkeypatc
         assert all((x - y).abs().max() <= 1e-4 * x.abs().max() + 1e-6 for x, y in zip(ga, gb))
 
 
-def test_prompt_positions_too_and_each_prompt_once_a_row():
-    batch = batch_of(5, groups=2, size=3)
-    layout = M.share_prompts(batch.tokens, batch.attention_mask, batch.prompt_lengths, batch.group_ids)
-    responses = batch.attention_mask.sum(-1) - batch.prompt_lengths
-    prompts = {int(g): int(p) for g, p in zip(batch.group_ids, batch.prompt_lengths)}
-    assert len(layout.tokens) == 2  # one row a group, and in it the prompt once and every response less its last token
-    assert int((layout.mask[:, 0].diagonal(dim1=-2, dim2=-1)).sum()) >= sum(prompts.values()) + int((responses - 1).sum())
+def test_prompt_positions_too():
+    batch = batch_of(5, groups=2, size=3, shared=4)
     model = M.prepare_causal_lm(tiny.tiny_lm())
     with torch.no_grad():
         a = M.token_logprobs(model, batch.tokens, batch.attention_mask)
         b = M.token_logprobs(model, batch.tokens, batch.attention_mask, groups=(batch.prompt_lengths, batch.group_ids))
     real = batch.attention_mask[:, 1:].bool()
     assert (a - b)[real].abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("shared", [0, 7])
+def test_what_is_shared_is_computed_once(shared):
+    """The common beginning once, the rest of each prompt once, each response less its last token."""
+    batch = batch_of(5, groups=4, size=3, shared=shared)
+    layout = M.share_prefixes(batch.tokens, batch.attention_mask, batch.prompt_lengths, batch.group_ids)
+    rests = {int(g): int(p) - shared for g, p in zip(batch.group_ids, batch.prompt_lengths)}
+    responses = batch.attention_mask.sum(-1) - batch.prompt_lengths - 1
+    assert layout.tokens.shape == (1, shared + sum(rests.values()) + int(responses.sum()))
+
+
+def test_one_group_one_sequence_and_a_prompt_that_is_the_whole_beginning():
+    prompts = [[7, 8, 9], [7, 8, 9, 10]]
+    rollouts = [Rollout(p, [11 + i, 2], [-1.0] * 2, [1] * 2, g, "eos") for g, p in enumerate(prompts) for i in range(2)]
+    model = M.prepare_causal_lm(tiny.tiny_lm())
+    for chosen in (rollouts, rollouts[:2], rollouts[:1], rollouts[1:3]):
+        batch = collate_rollouts(chosen, torch.zeros(len(chosen)), 0)
+        with torch.no_grad():
+            a = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
+            b = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask,
+                                 groups=(batch.prompt_lengths, batch.group_ids))
+        assert (a - b).abs().max() < 2e-5
