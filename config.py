@@ -11,8 +11,8 @@ Every entry file declares its knobs in one dataclass and documents each by the s
         run(EvaluateConfig, main)
 
 An unknown key is an error that names the nearest right one; a value of the wrong type is an error that names key, value
-and type.  What an unquoted scalar means is decided by the field it is for: `007` is a text in a str field and 7 in an int
-field, `1e-5` is a float; a quoted one is always a text, and nothing else is converted.
+and type.  What an unquoted scalar means is decided by the field it is for: `007` is a text in a str field and 7 in an
+int field, `1e-5` is a float; a quoted one is always a text, and nothing else is converted.
 A dataclass inside a dataclass is set by dotted keys (`retriever.k1=0.82`).  Standard library and PyYAML only.
 """
 
@@ -54,12 +54,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands twice in one mapping", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands twice in one mapping",
+                                                    node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 for _tag in ("str", "int", "float", "bool", "null", "timestamp"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda _, node: node.value if node.style else Plain(node.value))
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}",
+                            lambda _, node: node.value if node.style else Plain(node.value))
 
 
 def resolve(text: str) -> Any:
@@ -163,7 +165,8 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
     missing = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING
                and f.name not in values]
     if missing:
-        raise ConfigError(f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the --config file")
+        raise ConfigError(f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the --config "
+                          "file")
     return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
 
 
@@ -193,7 +196,7 @@ def read_yaml(path: str) -> dict:
 
 
 def read_word(text: str) -> Any:
-    """The value in a command line's `key=value`: `[…]`, `{…}` and quoted text are YAML, all else is one plain scalar."""
+    """The value in a command line's `key=value`: `[…]`, `{…}` and quoted text are YAML, all else one plain scalar."""
     if text.startswith(("[", "{", '"', "'")):
         try:
             return yaml.load(text, _Loader)
@@ -203,7 +206,7 @@ def read_word(text: str) -> Any:
 
 
 def load_config(cls: type, argv: list[str] | None = None) -> Any:
-    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of `argv` (default: sys.argv).
+    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of `argv` (or sys.argv).
 
     `--help` prints every knob with its meaning and default, and leaves with status 0.
     Raises ConfigError (exit status 2) for an unknown key, a wrong type or an unreadable file.
@@ -264,8 +267,11 @@ def help_text(cls: type) -> str:
                 lines.append(f"  {prefix}{f.name}.…    {docs.get(f.name, '')}")
                 walk(tp, f"{prefix}{f.name}.")
                 continue
-            default = ("(required)" if f.default is MISSING and f.default_factory is MISSING
-                       else json.dumps(f.default if f.default is not MISSING else f.default_factory(), ensure_ascii=False))
+            if f.default is MISSING and f.default_factory is MISSING:
+                default = "(required)"
+            else:
+                value = f.default if f.default is not MISSING else f.default_factory()
+                default = json.dumps(value, ensure_ascii=False)
             lines.append(f"  {prefix}{f.name}: {type_name(tp)} = {default}")
             lines.extend(textwrap.wrap(docs.get(f.name, ""), 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
 
@@ -284,6 +290,9 @@ def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = 
     130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what a model wrote must not end a run where the locale lacks a character
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         result = main(load_config(cls, argv))
     except KeyboardInterrupt:

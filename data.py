@@ -10,7 +10,9 @@ computes it once for all prompts; the history is numbered question/answer pairs,
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -56,7 +58,7 @@ class Turn:
     extra: dict = field(default_factory=dict)  # what else the record holds, kept as it is
 
     def record(self) -> dict:
-        """The JSON form of DESIGN §4; fields that are not known are left out."""
+        """The turn as a line of a turns file; fields that are not known are left out."""
         row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
         return row | {"context": [list(pair) for pair in self.context]} | self.extra
 
@@ -96,7 +98,7 @@ def _no_constant(name: str) -> float:
 
 
 def _scrub(value: Any) -> Any:
-    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD, so that text can be written again."""
+    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD: text can be written again."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -105,14 +107,15 @@ def _scrub(value: Any) -> Any:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSONL file; blank lines are passed over, anything else that is no object is an error."""
+    """(line number, object) of a JSONL file; blank lines are passed over, all else that is no object is an error."""
     for number, line in read_lines(path):
         if not line.strip():
             continue
         try:
             row = json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}:{number}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
+            raise DataError(f"{path}:{number}: not valid JSON ({e}): {line[:80]!r}; "
+                            "every line must be one whole object") from e
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: a line must be one JSON object, not {line[:40]!r}")
         yield number, _scrub(row) if "\\ud" in line.lower() else row
@@ -132,8 +135,25 @@ def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
 
 def _id(value: str, key: str, where: str) -> str:
     if not value or value.split() != [value]:
-        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks: it becomes a column of TREC files")
+        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks: it becomes a column of TREC "
+                        "files")
     return value
+
+
+def _new_id(row: dict, key: str, where: str, seen: set[str]) -> str:
+    """`row[key]`, which no earlier record has; goes to `seen`."""
+    value = _id(_text(row, key, where), key, where)
+    if value in seen:
+        raise DataError(f"{where}: {key} {value!r} occurs a second time; every record needs its own")
+    seen.add(value)
+    return value
+
+
+def _question(row: dict, where: str) -> str:
+    question = _text(row, "question", where).strip()
+    if not question:
+        raise DataError(f"{where}: the question is empty; a record needs one")
+    return question
 
 
 def _context(row: dict, where: str) -> list[tuple[str, str]]:
@@ -141,12 +161,13 @@ def _context(row: dict, where: str) -> list[tuple[str, str]]:
     context = [] if row.get("context") is None else row["context"]
     if not isinstance(context, list) or not all(
             isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
-        raise DataError(f"{where}: context must be a list of [question, answer] pairs, oldest first, not {str(context)[:80]!r}")
+        raise DataError(f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
+                        f"{str(context)[:80]!r}")
     return [(q or "", a or "") for q, a in context]
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`; TSV id, text, title.
+    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`; TSV id text title.
 
     In a TSV a quote is a character like any other and a header line `id text title` is passed over.
     DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three columns.
@@ -160,8 +181,8 @@ def read_corpus(path: str) -> Iterator[Passage]:
                 if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
                     continue
                 if len(columns) != 3:
-                    raise DataError(f"{path}:{number}: {len(columns)} tab-separated columns; a corpus TSV has three, id, text, "
-                                    "title: replace tabs inside a field, or use JSONL")
+                    raise DataError(f"{path}:{number}: {len(columns)} tab-separated columns; a corpus TSV has three: "
+                                    "id, text, title; replace tabs inside a field, or use JSONL")
                 yield number, Passage(columns[0], columns[2].strip(), columns[1])
         else:
             for number, row in read_jsonl(path):
@@ -182,7 +203,8 @@ def read_corpus(path: str) -> Iterator[Passage]:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
 
 
-_TURN_FIELDS = {"query_id", "conversation_id", "turn", "context", "question", "gold_ids", "answer", "rewrite", "response"}
+_TURN_FIELDS = {"query_id", "conversation_id", "turn", "context", "question", "gold_ids", "answer", "rewrite",
+                "response"}
 
 
 def read_turns(path: str) -> list[Turn]:
@@ -195,13 +217,7 @@ def read_turns(path: str) -> list[Turn]:
     seen: set[str] = set()
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
-        query_id = _id(_text(row, "query_id", where), "query_id", where)
-        if query_id in seen:
-            raise DataError(f"{where}: query_id {query_id!r} occurs a second time; query ids must be unique")
-        seen.add(query_id)
-        question = _text(row, "question", where).strip()
-        if not question:
-            raise DataError(f"{where}: the question of {query_id} is empty; a turn needs one")
+        query_id, question = _new_id(row, "query_id", where, seen), _question(row, where)
         turn = row.get("turn", 1)
         if isinstance(turn, bool) or not re.fullmatch(r"\s*\d+\s*", str(turn)):
             raise DataError(f"{where}: turn {turn!r} of {query_id} is not a whole number")
@@ -210,8 +226,8 @@ def read_turns(path: str) -> list[Turn]:
         if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
             raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}")
         turns.append(Turn(
-            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id, turn=int(turn),
-            context=_context(row, where), question=question,
+            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id,
+            turn=int(turn), context=_context(row, where), question=question,
             gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
             **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
             extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
@@ -223,8 +239,8 @@ def read_turns(path: str) -> list[Turn]:
 def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], int]:
     """The turns that can be rewarded, and how many have no gold passage and were left out.
 
-    `passage_ids` is any container of the index's ids.  DataError: a gold id that is not in the index (the wrong corpus),
-    or no turn left.
+    `passage_ids` is any container of the index's ids.  DataError: a gold id that is not in the index (the wrong
+    corpus), or no turn left.
     """
     kept = [t for t in turns if t.gold_ids]
     for t in kept:
@@ -243,18 +259,12 @@ def read_questions(path: str) -> list[Question]:
     seen: set[str] = set()
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
-        key = _id(_text(row, "id", where), "id", where)
-        if key in seen:
-            raise DataError(f"{where}: id {key!r} occurs a second time; ids must be unique")
-        seen.add(key)
+        key = _new_id(row, "id", where, seen)
         golds = row.get("golden_answers")
         golds = [golds] if isinstance(golds, str) else golds
         if not isinstance(golds, list) or not golds or not all(isinstance(g, str) for g in golds):
             raise DataError(f"{where}: golden_answers of {key} must be a non-empty list of strings, not {golds!r}")
-        question = _text(row, "question", where).strip()
-        if not question:
-            raise DataError(f"{where}: the question of {key} is empty; an answer needs one")
-        questions.append(Question(key, question, golds, row.get("metadata") or {}))
+        questions.append(Question(key, _question(row, where), golds, row.get("metadata") or {}))
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")
     return questions
@@ -263,13 +273,23 @@ def read_questions(path: str) -> list[Question]:
 # ------------------------------------------------------------------------------------------------------------ writers
 
 @contextlib.contextmanager
+def naming(path: str):
+    """An OSError of the block names `path` (a full disk's names no file by itself)."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or path
+        raise
+
+
+@contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w"):
     """A file object whose content appears under `path` whole or not at all (temporary name, fsync, rename)."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
-        with open(temporary, mode, **text) as f:
+        with naming(path), open(temporary, mode, **text) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -282,9 +302,9 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """A temporary folder beside `path` that takes its name when the block ends well, and is removed when it does not."""
+    """A temporary folder beside `path` that takes its name when the block ends well, and is removed when it doesn't."""
     path = path.rstrip("/")
-    temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old"
+    temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
     try:
@@ -301,14 +321,68 @@ def atomic_folder(path: str):
     shutil.rmtree(retired, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def only_writer(folder: str, name: str = ""):
+    """Within the block no other process writes `folder`, or the output `name` in it; clears what a killed one left.
+
+    The lock is the folder's own or, for an output, a file `<name>.lock`; it is released when the process dies.
+    DataError where another process holds it.  A folder made here goes again if it stays empty.
+    """
+    made = not os.path.isdir(folder)
+    if made and os.path.exists(folder):
+        raise DataError(f"{folder} is a file; name a folder")
+    os.makedirs(folder, exist_ok=True)
+    lock = os.path.join(folder, f"{name}.lock") if name else folder
+    handle = os.open(lock, os.O_CREAT if name else os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DataError(f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for it, or "
+                            "choose another name") from e
+        for left in os.listdir(folder):
+            if re.fullmatch((rf"{re.escape(name)}(\.\w+)*" if name else ".*") + r"\.\d+(\.old)?\.tmp", left):
+                path = os.path.join(folder, left)
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        try:
+            yield
+        finally:
+            if name:
+                os.remove(lock)
+    finally:
+        os.close(handle)
+        if made and not os.listdir(folder):
+            os.rmdir(folder)
+
+
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; returns their number.  ValueError for NaN and infinity, which JSON lacks."""
+    """Write rows as JSONL, whole or not at all; returns their number.  ValueError for NaN and infinity: not JSON."""
     count = 0
     with atomic_write(path) as f:
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             count += 1
     return count
+
+
+def begin_metrics(path: str, step: int) -> list[dict]:
+    """Keep a log's rows up to the step that is resumed from (0: none); a half-written last line goes too.  The rows."""
+    rows = []
+    if step and os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            rows = [json.loads(line) for line in f if line.endswith("\n")]
+    rows = [row for row in rows if row["step"] <= step]
+    write_jsonl(path, rows)
+    return rows
+
+
+def append_metrics(path: str, row: dict) -> None:
+    """Add a row of figures to a log; those that are not finite, which JSON lacks, become null."""
+    def figure(value: Any) -> Any:
+        return (float(f"{value:.8g}") if math.isfinite(value) else None) if isinstance(value, float) else value
+
+    with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
+        f.write(json.dumps({key: figure(value) for key, value in row.items()}) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts
@@ -323,8 +397,9 @@ Answer in exactly this form:
 
 
 def _conversation(context: list[tuple[str, str]], question: str) -> str:
-    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question; a first turn says that nothing came before."""
-    lines = [f"{label}{i}: {' '.join(text.split())}" for i, pair in enumerate(context, 1) for label, text in zip("QA", pair)]
+    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question; a first turn says there was nothing."""
+    lines = [f"{label}{i}: {' '.join(text.split())}" for i, pair in enumerate(context, 1)
+             for label, text in zip("QA", pair)]
     return "\n".join(["Conversation:", *(lines or ["(nothing yet)"]), f"Question: {' '.join(question.split())}"])
 
 
@@ -341,8 +416,8 @@ def response_text(think: str, rewrite: str) -> str:
 def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
-    An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a small
-    model keeps the form far more often (SmolLM2-135M copies the examples otherwise).
+    An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a
+    small model keeps the form far more often (SmolLM2-135M copies the examples otherwise).
     """
     messages = []
     for example in examples:
@@ -368,11 +443,11 @@ def read_examples(path: str) -> list[Turn]:
 
 # ------------------------------------------------------------------------------------------------------- chat encoding
 
-TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that train and test prompts agree
+TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that prompts stay the same
 
 
 def defuse(text: str, special: Iterable[str]) -> str:
-    """`text` with every special-token string broken by a space (`<|im_end|>` → `< |im_end|>`): data never ends a turn."""
+    """`text` with special-token strings broken by a space (`<|im_end|>` → `< |im_end|>`): data never ends a turn."""
     for token in special:
         if len(token) > 1 and token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -380,7 +455,7 @@ def defuse(text: str, special: Iterable[str]) -> str:
 
 
 def encode_chat(tokenizer, chat: str | list[dict]) -> list[int]:
-    """Token ids of a chat (a user's text, or role/content messages) in the tokenizer's template, up to where the assistant begins.
+    """Token ids of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
 
     The template writes BOS itself where the model wants one, so none is added (once, never twice); the date is pinned;
     special-token strings inside the texts are made harmless.  DataError: a tokenizer without a chat template.
@@ -389,14 +464,15 @@ def encode_chat(tokenizer, chat: str | list[dict]) -> list[int]:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
                         "or add a chat_template.jinja to its folder")
     # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
-    special = {*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)}
+    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    special = {*tokenizer.all_special_tokens, *added}
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     messages = [m | {"content": defuse(m["content"], sorted(special))} for m in chat]
     # A macro, because transformers hands no function of ours on to a template.
     template = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n{tokenizer.get_chat_template()}"
     text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True,
                                          date_string=TEMPLATE_DATE, enable_thinking=False)
-    # Templates of reasoning models open the think block themselves: left to the model, so that a response holds both its tags.
+    # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
     text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -407,13 +483,23 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
     if not ids:
-        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: set eos_token")
+        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: "
+                        "set eos_token")
     return list(dict.fromkeys(ids))
 
 
-def pad_token_id(tokenizer, eos_ids: list[int]) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none (masks go by position, never by id)."""
-    return eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
+    """What fills the unused part of a row: the pad token, or EOS where there is none (masks go by position, not by id).
+
+    Some tokenizers have a pad token that the model has no embedding for: given its `vocabulary`, that is EOS as well.
+    """
+    pad = tokenizer.pad_token_id
+    return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
+
+
+def decode_response(tokenizer, response_ids: list[int]) -> str:
+    """The text of a sampled response, without special tokens and with its blanks as they are: what is parsed."""
+    return tokenizer.decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def encode_example(tokenizer, prompt_ids: list[int], response: str, eos_id: int) -> tuple[list[int], list[int]]:

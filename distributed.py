@@ -2,9 +2,9 @@
 
 Needs torch alone (and huggingface_hub, which comes with transformers, to write the exported weights).
 
-A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state (torch.distributed.checkpoint, so another
-number of processes can load it), the RNG state of every rank, and `state.json`.  It is written under a temporary name and
-renamed: a folder with the right name is whole.
+A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state (torch.distributed.checkpoint, so
+another number of processes can load it), the RNG state of every rank, and `state.json`.  It is written under a
+temporary name and renamed: a folder with the right name is whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Iterator
@@ -97,6 +99,35 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Within the block SIGTERM and Ctrl-C are noted in a list and the step is finished; a later one stops at once.
+
+    What comes within two seconds is the same one: a scheduler signals workers and torchrun, which passes it on to them.
+    """
+    noted: list[int] = []
+    first = 0.0
+
+    def note(number: int, frame: object) -> None:
+        nonlocal first
+        first = first or time.monotonic()
+        noted.append(number)
+        if time.monotonic() - first > 2:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def signal_of_any(noted: list[int]) -> int:
+    """A signal that any rank has noted, 0 if none has (a collective, so that all ranks stop after the same step)."""
+    return max(gather_objects(noted[0] if noted else 0))
+
+
 # ---------------------------------------------------------------------------------------------- sharding
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -112,7 +143,8 @@ def shard_model(model: nn.Module, where: Dist, bf16: bool = False) -> nn.Module:
     Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
     """
     mesh = init_device_mesh(where.device.type, (where.world,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
+    policy = MixedPrecisionPolicy(**types)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -146,13 +178,13 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective on every rank."""
+    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective."""
     for name, parameter in _named_parameters(model):
         yield clean_name(name), full_tensor(parameter.detach())
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before (nan or inf: not scaled)."""
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before (nan or inf: not scaled)."""
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
     if not params:
         return 0.0
@@ -172,7 +204,8 @@ def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         if p.requires_grad:
             moments = optimizer.state[p]
             if not moments:
-                moments.update(step=torch.zeros((), dtype=torch.float32, device=p.device if _fused(optimizer) else "cpu"),
+                device = p.device if _fused(optimizer) else "cpu"
+                moments.update(step=torch.zeros((), dtype=torch.float32, device=device),
                                exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["optimizer"][name] = moments
     return state
@@ -189,7 +222,8 @@ def _rng_state() -> dict:
     return state
 
 
-def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, keep: int = 2) -> str:
+def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict,
+                    keep: int = 2) -> str:
     """Write `run_dir/checkpoint_<step>` (a collective) and remove all but the newest `keep`; returns the folder.
 
     `extra` is JSON-able and comes back from `load_checkpoint`.  CheckpointError on a full disk or an unwritable folder:
@@ -220,8 +254,8 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier()  # nobody leaves, and has torchrun end the others, before it is removed
-        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0]}; earlier checkpoints are intact: "
-                              "free some disk space and start again, the run resumes from the newest")
+        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0]}; earlier checkpoints are "
+                              "intact: free some disk space and start again, the run resumes from the newest")
     if rank == 0:
         _replace(temporary, folder)
         earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]  # a damaged later one takes no place
@@ -266,8 +300,8 @@ def _checkpoint_folders(run_dir: str) -> list[str]:
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
     """(folder, its state.json) of the newest checkpoint that is whole and seen by every rank; None if there is none.
 
-    A folder with an unreadable state.json is passed over with a warning; if no other is left, CheckpointError: a run never
-    starts again at step 0 over the remains of an earlier one.
+    A folder with an unreadable state.json is passed over with a warning; if no other is left, CheckpointError: a run
+    never starts again at step 0 over the remains of an earlier one.
     """
     whole: dict[int, tuple[str, dict]] = {}
     folders = _checkpoint_folders(run_dir)
@@ -282,18 +316,18 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
             print(f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it", file=sys.stderr)
     common = set.intersection(*map(set, gather_objects(sorted(whole))))
     if not common and any(gather_objects(folders)):
-        raise CheckpointError(f"no checkpoint in {run_dir} is whole and seen by every process ({', '.join(folders) or 'none here'}); "
-                              "move them away to start anew")
+        raise CheckpointError(f"no checkpoint in {run_dir} is whole and seen by every process "
+                              f"({', '.join(folders) or 'none here'}); move them away to start anew")
     return whole[max(common)] if common else None
 
 
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it; RNG too where this rank has one."""
+    """Fill model and optimizer from a checkpoint that any number of ranks wrote; RNG too where this rank has one."""
     try:
         dcp.load(_training_state(model, optimizer), checkpoint_id=folder)
     except (Exception, CheckpointException) as e:
-        raise CheckpointError(f"checkpoint {folder} does not load: {_reason(e)}; "
-                              "it is damaged or belongs to another model: remove it to resume from the one before") from e
+        raise CheckpointError(f"checkpoint {folder} does not load: {_reason(e)}; it is damaged or belongs to another "
+                              "model: remove it to resume from the one before") from e
     path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
     if os.path.exists(path):
         state = torch.load(path, weights_only=False)
@@ -304,7 +338,7 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32) -> None:
-    """Write a Hugging Face folder that stock transformers and vLLM load (a collective; rank 0 writes, whole or not at all).
+    """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all (a collective).
 
     CheckpointError on a full disk or an unwritable folder: what stood in `folder` before stays.
     """

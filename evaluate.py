@@ -330,6 +330,8 @@ def _check(cfg: EvaluateConfig) -> None:
         raise ConfigError(f"query={unknown[0]!r} is unknown; there are {', '.join(QUERY_TEXTS)}")
     if cfg.cluster == "conversation" and not cfg.turns:
         raise ConfigError("cluster=conversation needs turns=FILE, which says what belongs together")
+    if cfg.out and not os.path.isdir(cfg.out) and os.path.exists(cfg.out):
+        raise ConfigError(f"out={cfg.out} is a file; name a folder")
     if cfg.k < 1 or cfg.samples < 1:
         raise ConfigError(f"k is {cfg.k} and samples is {cfg.samples}; both must be at least 1")
 
@@ -414,7 +416,8 @@ def main(cfg: EvaluateConfig) -> dict:
     result = {"system": title} | row | {"ci_unit": "conversation" if clusters else "query"}
     if len(systems) > 1:
         result |= {"baseline": first, "systems": systems}
-    table = _table(systems, first, result["ci_unit"])
+    drawn = len({clusters.get(query, query) for query in qrels})
+    table = _table(systems, first, f"{result['ci_unit']} ({drawn} of them)")
     print(table)
     if cfg.out:
         for title, run in searched.items():
@@ -424,7 +427,8 @@ def main(cfg: EvaluateConfig) -> dict:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
     if len(systems) > 1:  # the line on stdout stays readable: intervals and tests of every system are in metrics.json
-        result |= {"systems": {t: {k: v for k, v in row.items() if k not in ("ci", "paired")} for t, row in systems.items()}}
+        result["systems"] = {title: {k: v for k, v in row.items() if k not in ("ci", "paired")}
+                             for title, row in systems.items()}
     return result
 
 

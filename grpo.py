@@ -1,32 +1,37 @@
 """GRPO with retrieval rewards: sample, score by rank, take advantages inside each group, update, push the weights back.
 
-Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; GRPO: arXiv 2402.03300).  Differs from the
-paper or its code in (the field in brackets gives the original's behaviour back, where a study needs it):
+Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; GRPO: arXiv 2402.03300).  Differs from
+the paper or its code in (the field in brackets gives the original's behaviour back, where a study needs it):
  1. one strict parser decides what is well formed, in reward, warm-up filter and inference  [parser: paper]
- 2. the loss is one sum over trained tokens / one global count, so it depends neither on the micro-batch size nor on the
-    number of processes; the original averages means of micro-batches
+ 2. the loss is one sum over trained tokens / one global count, so it depends neither on the micro-batch size nor on
+    the number of processes; the original averages means of micro-batches
  3. a group of equal rewards has advantages of exactly zero  [scale_by_std: false leaves the division by std out]
- 4. beyond d = kl_limit the k3 estimator goes on as a straight line: it keeps pulling and stays finite; the original clamps
-    the result at 10, which ends the pull at d = 2.6 and gives NaN beyond 88.7
+ 4. beyond d = kl_limit the k3 estimator goes on as a straight line: it keeps pulling and stays finite; the original
+    clamps the result at 10, which ends the pull at d = 2.6 and gives NaN beyond 88.7
  5. no entropy bonus [entropy_coef: 0.001]; log-ratios bounded before exp; a non-finite gradient skips the step
  6. one update on a batch needs no pass for old log-probabilities: they are this pass's own, detached
  7. every rollout is ranked by its own query, under BM25 too; each distinct query is searched once
  8. the first optimizer step moves (lr / warmup_steps), the original's first has lr 0
  9. validation on held-out turns, the best policy kept, collapse noticed and stopped, checkpoints that resume
+10. turns without a gold passage and rollouts that failed for a technical reason are left out and counted, never scored
 
-    python grpo.py --config configs/demo.yaml                              # one process
-    torchrun --nproc-per-node 8 grpo.py --config configs/…yaml out=runs/x  # many: same batch, same loss
+The README's list goes beyond training: inference, metrics, prompts.
+
+    python grpo.py --config configs/demo-grpo.yaml                             # one process
+    torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml …      # many: same batch, same loss
+
+Read it from `main` at the bottom upwards: main → train_step → sample_step, training_batch, update → policy_loss → the
+mathematics at the top.
 
 Shapes: N prompts per step, G group size, B sequences, T predicted positions.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import random
-import signal
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,20 +42,23 @@ from torch import Tensor
 import config
 import data
 import distributed as D
+import infer
 import model as M
 from evaluate import evaluate_run
-from retriever import FAILED, RetrieverConfig, open_retriever
+from retriever import RetrieverConfig, open_retriever
 from reward import Parsed, parse_response, score_rewrite
 from rollout import Rollout, RolloutBatch, Sampling, TorchEngine, collate_rollouts
 
-# ==================================================================== the mathematics: needs torch alone, copies out whole
+# ============================================ the mathematics: from here to the configuration this block copies out;
+# it needs `import math`, `import torch` and `from torch import Tensor`.
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = True) -> Tensor:
     """Advantage of each response over the others of its prompt (arXiv 2402.03300 §4.1.2).
 
-    rewards (B,), group_ids (B,) → (B,) float32: (r - mean) / (std + 1e-6), std unbiased, over the responses of one group;
-    without `scale_by_std` r - mean.  A group of one, or of rewards equal up to float32 rounding, gives exactly zero.
+    rewards (B,), group_ids (B,) → (B,) float32: (r - mean) / (std + 1e-6), std unbiased, over the responses of one
+    group; without `scale_by_std` r - mean.  A group of one, or of rewards equal up to float32 rounding, gives exactly
+    zero.
     Raises ValueError for a non-finite reward: a rollout that failed is left out, not scored.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
@@ -71,15 +79,16 @@ def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, limit: float = 5.0) -> Te
     """The k3 estimator of KL(policy ‖ reference) per token: exp(d) - d - 1 with d = ref_logprob - logprob.
 
     logprobs (B, T), ref_logprobs (B, T) → (B, T), never negative.  Beyond d = `limit` it continues as its tangent,
-    exp(limit)·(1 + d - limit) - d - 1: value and slope are continuous, nothing overflows, and the gradient pulls the policy
-    back for every d > 0, beyond the limit as strongly as at it.
+    exp(limit)·(1 + d - limit) - d - 1: value and slope are continuous, nothing overflows, and the gradient pulls the
+    policy back for every d > 0, beyond the limit as strongly as at it.
     """
     d = ref_logprobs - logprobs
     bent = d.clamp(max=limit)
     return torch.expm1(bent) - bent + math.expm1(limit) * (d - bent)
 
 
-def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_eps: float) -> tuple[Tensor, Tensor]:
+def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
+                        clip_eps: float) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate per token: max(-A·ratio, -A·clip(ratio, 1 - eps, 1 + eps)).
 
     logprobs, old_logprobs (B, T); advantages (B,), one a response → loss (B, T) and where the clip binds, (B, T) bool.
@@ -92,17 +101,17 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
 
 def truncated_importance(logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(π_trainer / π_engine, cap) per token, without gradient: weights for an engine whose numerics differ.  All (B, T)."""
+    """min(π_trainer / π_engine, cap) per token (B, T), without gradient: weights where engine numerics differ."""
     return torch.exp((logprobs - engine_logprobs).detach().clamp(-20.0, 20.0)).clamp(max=cap)
 
 
 def aggregate(per_token: Tensor, loss_mask: Tensor, mode: str, denominator: float) -> Tensor:
     """This micro-batch's share of the loss: a masked sum over a number that is global to the optimizer step.
 
-    per_token (B, T), loss_mask (B, T) → ().  Micro-batches (and ranks) add up to the whole.  Modes and their denominators:
-    `token_mean`: trained tokens; `seq_mean_token_mean`: sequences with a trained token, each contributing its own token mean;
-    `seq_sum_norm`: sequences × the fixed response limit.  What stands under a zero mask never matters, NaN included.
-    A denominator of 0 (nothing trained) gives 0.
+    per_token (B, T), loss_mask (B, T) → ().  Micro-batches (and ranks) add up to the whole.  Modes and denominators:
+    `token_mean`: trained tokens; `seq_mean_token_mean`: sequences with a trained token, each contributing its own token
+    mean; `seq_sum_norm`: sequences × the fixed response limit.  What stands under a zero mask never matters, NaN
+    included.  A denominator of 0 (nothing trained) gives 0.
     """
     mask = loss_mask.bool()
     masked = torch.where(mask, per_token, torch.zeros_like(per_token))
@@ -116,14 +125,14 @@ def aggregate(per_token: Tensor, loss_mask: Tensor, mode: str, denominator: floa
 
 
 def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> float:
-    """This rank's share of `aggregate`'s denominator for loss_mask (B, T); the sum over ranks is the number to divide by."""
+    """This rank's share of `aggregate`'s denominator for loss_mask (B, T): the sum over ranks is what to divide by."""
     mask = loss_mask.bool()
     trained = int(mask.any(-1).sum())
     return float({"token_mean": int(mask.sum()), "seq_mean_token_mean": trained,
                   "seq_sum_norm": trained * max_response_tokens}[mode])
 
 
-# ============================================================================================================= configuration
+# ======================================================================================================= configuration
 
 
 @dataclass
@@ -154,7 +163,8 @@ class GRPOConfig:
     """longer prompts are left out and counted"""
     max_response_tokens: int = 1024
     """sampling stops here; such a response is trained on with whatever reward it earns"""
-    reward: Literal["rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10", "recall@100"] = "rank_incentive"
+    reward: Literal["rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10",
+                    "recall@100"] = "rank_incentive"
     """what a rank is worth (reward.REWARDS); the alternatives are the paper's ablation"""
     malformed_reward: float = -0.1
     """reward of a response that does not parse; it is not searched"""
@@ -171,7 +181,7 @@ class GRPOConfig:
     clip_eps: float = 0.2
     """clip range of the ratio; binds only with updates_per_batch above 1"""
     updates_per_batch: int = 1
-    """optimizer steps on one batch of rollouts, each on its share of the groups (the paper: 1)"""
+    """optimizer steps on one batch of rollouts, each on its share of the sequences (the paper: 1)"""
     kl_coef: float = 0.001
     """weight of the KL to the starting policy, in the loss; 0: no reference model is kept"""
     kl_limit: float = 5.0
@@ -216,24 +226,33 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
 
     for key in ("model", "train", "out"):
         need(bool(getattr(cfg, key)), f"{key} is empty; give {key}=…")
-    need(cfg.group_size >= 2, f"group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt; set group_size >= 2")
+    need(os.path.isdir(cfg.out) or not os.path.exists(cfg.out), f"out={cfg.out} is a file; name a folder")
+    need(cfg.group_size >= 2, f"group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt; "
+                              "set group_size >= 2")
     need(cfg.prompts_per_step % world == 0 and cfg.prompts_per_step > 0,
-         f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never split, so the number of processes must "
-         f"divide it; set prompts_per_step={max(1, round(cfg.prompts_per_step / world)) * world}")
+         f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never split, so the number of "
+         f"processes must divide it; set prompts_per_step={max(1, round(cfg.prompts_per_step / world)) * world}")
     sequences = cfg.prompts_per_step * cfg.group_size // world
     need(1 <= cfg.updates_per_batch <= sequences,
          f"updates_per_batch={cfg.updates_per_batch} must lie between 1 and the {sequences} sequences of a process")
-    need(cfg.temperature > 0, f"temperature={cfg.temperature}: training samples need a temperature above 0")
-    for key in ("micro_batch_size", "max_response_tokens", "max_prompt_tokens", "engine_batch", "validate_every", "save_every",
-                "keep_checkpoints", "epochs"):
+    need(0 < cfg.temperature < math.inf,
+         f"temperature={cfg.temperature}: training samples need a finite temperature above 0")
+    for key in ("micro_batch_size", "max_response_tokens", "max_prompt_tokens", "engine_batch", "validate_every",
+                "save_every", "keep_checkpoints", "epochs"):
         need(getattr(cfg, key) >= 1, f"{key}={getattr(cfg, key)} must be at least 1")
     need(cfg.steps is None or cfg.steps >= 1, f"steps={cfg.steps} must be at least 1, or null for whole epochs")
-    need(cfg.kl_coef >= 0 and cfg.kl_limit > 0, f"kl_coef={cfg.kl_coef} must be >= 0 and kl_limit={cfg.kl_limit} above 0")
+    for key in ("lr", "max_grad_norm", "kl_limit"):
+        need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be above 0")
+    for key in ("kl_coef", "weight_decay", "warmup_steps"):
+        need(getattr(cfg, key) >= 0, f"{key}={getattr(cfg, key)} must be at least 0")
+    for key in ("lr", "kl_limit", "kl_coef", "weight_decay", "entropy_coef", "malformed_reward"):
+        need(math.isfinite(getattr(cfg, key)), f"{key}={getattr(cfg, key)} must be finite")
     need(0 < cfg.clip_eps < 1, f"clip_eps={cfg.clip_eps} must lie between 0 and 1")
-    need(cfg.importance_cap is None or cfg.importance_cap >= 1, f"importance_cap={cfg.importance_cap} must be at least 1, or null")
+    need(cfg.importance_cap is None or cfg.importance_cap >= 1,
+         f"importance_cap={cfg.importance_cap} must be at least 1, or null")
 
 
-# ==================================================================================================== the stages of one step
+# ============================================================================================== the stages of one step
 
 
 @dataclass
@@ -247,7 +266,7 @@ class Score:
 
 
 def step_turns(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the turns of `step` (from 0): a fresh permutation each epoch, batches run across its end, nothing is dropped.
+    """Indices of the turns of `step` (from 0): a fresh permutation each epoch; batches run across its end.
 
     A function of its arguments alone, so a resumed run, on any number of processes, goes on with the same turns.
     """
@@ -262,17 +281,18 @@ def step_turns(count: int, step: int, prompts_per_step: int, seed: int) -> list[
 
 
 def sampling_for(cfg: GRPOConfig, step: int, prompt_index: int) -> Sampling:
-    """Sampling of one group; its seed follows from run seed, step and the prompt's place in the step, not from the process."""
+    """Sampling of one group; its seed follows from run seed, step and the prompt's place in it, not the process."""
     seed = random.Random(f"sample {cfg.seed} {step} {prompt_index}").getrandbits(62)
-    return Sampling(n=cfg.group_size, temperature=cfg.temperature, top_p=1.0, max_tokens=cfg.max_response_tokens, seed=seed)
+    return Sampling(n=cfg.group_size, temperature=cfg.temperature, max_tokens=cfg.max_response_tokens, seed=seed)
 
 
-def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, tokenizer, cfg: GRPOConfig) -> list[Score]:
+def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, tokenizer,
+                   cfg: GRPOConfig) -> list[Score]:
     """Parse, search, reward.  `turns[i]` belongs to rollouts of group_id i.
 
-    Malformed responses are not searched and equal queries of one turn are searched once; ranks are positional, one a rollout.
+    Malformed responses are not searched, equal queries of one turn are searched once; every rollout has its own rank.
     """
-    texts = [tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in rollouts]
+    texts = [data.decode_response(tokenizer, r.response_ids) for r in rollouts]
     parsed = [parse_response(t, cfg.parser) for t in texts]
     wanted: dict[tuple[int, str], int | None] = {}
     for r, p in zip(rollouts, parsed):
@@ -284,7 +304,7 @@ def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, t
     scores = []
     for r, text, p in zip(rollouts, texts, parsed):
         rank = wanted.get((r.group_id, p.rewrite))
-        failed = r.end == "engine_error" or rank is FAILED
+        failed = r.end == "engine_error" or (rank is not None and math.isnan(rank))  # retriever.FAILED
         rank = None if failed else rank
         reward = None if failed else score_rewrite(text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
         scores.append(Score(text, p, rank, reward))
@@ -293,12 +313,17 @@ def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, t
 
 def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | None, cfg: GRPOConfig,
                 denominator: float) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch (its share of the step's loss) and sums over its trained tokens for the log."""
-    mask = batch.loss_mask.bool()
+    """The loss of one micro-batch (its share of the step's loss) and sums over its trained tokens for the log.
+
+    old_logprobs (B, T): of the policy that sampled; None where that is the policy as it stands, the ratio exactly 1.
+    """
+    mask = batch.loss_mask.bool()  # (B, T), as all per-token tensors here
     inputs = dict(tokens=batch.tokens, attention_mask=batch.attention_mask, temperature=cfg.temperature, positions=mask,
                   groups=(batch.prompt_lengths, batch.group_ids))  # the prompt of a group is computed once
-    logprobs, entropy = M.token_logprobs(policy, **inputs, with_entropy=True) if cfg.entropy_coef else (
-        M.token_logprobs(policy, **inputs), None)
+    if cfg.entropy_coef:
+        logprobs, entropy = M.token_logprobs(policy, **inputs, with_entropy=True)
+    else:
+        logprobs, entropy = M.token_logprobs(policy, **inputs), None
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     per_token, clipped = clipped_policy_loss(logprobs, old, batch.advantages, cfg.clip_eps)
     if cfg.importance_cap is not None:
@@ -320,29 +345,36 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
     return loss, sums
 
 
+def share_of(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
+    """The given rows of the batch; where there are none, its last sequence with an empty loss mask.
+
+    So everyone joins every collective, with a sequence that trains nothing where there is nothing else to do.
+    """
+    share = batch.select(rows if len(rows) else torch.tensor([len(batch) - 1]))
+    if not len(rows):
+        share.loss_mask.zero_()
+    return share
+
+
 def micro_batches(batch: RolloutBatch, size: int) -> list[RolloutBatch]:
     """The batch cut into pieces of at most `size` sequences, as many on every rank.
 
-    Groups stay together, so that what they share is computed once a piece.  A rank with fewer pieces than another repeats its
-    last sequence with an empty loss mask: everyone joins every collective.
+    Groups stay together, so that what they share is computed once a piece.
     """
-    order = torch.argsort(batch.group_ids, stable=True)
-    pieces = [batch.select(index) for index in order.split(size)]
-    for _ in range(max(D.gather_objects(len(pieces))) - len(pieces)):
-        idle = batch.select(order[-1:])
-        idle.loss_mask.zero_()
-        pieces.append(idle)
-    return pieces
+    pieces = list(torch.argsort(batch.group_ids, stable=True).split(size))
+    pieces += [torch.tensor([], dtype=torch.int64)] * (max(D.gather_objects(len(pieces))) - len(pieces))
+    return [share_of(batch, rows) for rows in pieces]
 
 
 def update(policy, reference, optimizer, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) -> dict[str, float]:
-    """`updates_per_batch` optimizer steps, each on its share of the batch; returns statistics over the whole batch and all ranks."""
-    shares = [batch.select(rows) for rows in torch.arange(len(batch)).tensor_split(cfg.updates_per_batch)]
+    """`updates_per_batch` optimizer steps, each on its share of the batch; returns statistics over shares and ranks."""
+    shares = [share_of(batch, rows) for rows in torch.arange(len(batch)).tensor_split(cfg.updates_per_batch)]
     plans = [micro_batches(share, cfg.micro_batch_size) for share in shares]
     old = [[None] * len(plan) for plan in plans]
-    if cfg.updates_per_batch > 1:  # with one update the policy has not moved yet: this pass would give the update's own numbers
+    if cfg.updates_per_batch > 1:  # with one update the policy has not moved: the pass would give the update's numbers
         with torch.no_grad():
-            old = [[M.token_logprobs(policy, m.tokens, m.attention_mask, cfg.temperature, m.loss_mask) for m in plan] for plan in plans]
+            old = [[M.token_logprobs(policy, m.tokens, m.attention_mask, cfg.temperature, m.loss_mask) for m in plan]
+                   for plan in plans]
     totals = dict.fromkeys(("tokens", "kl", "clipped", "entropy", "engine_gap", "loss"), 0.0)
     gap_max, norm, skipped = 0.0, 0.0, 0
     policy.train()
@@ -355,17 +387,18 @@ def update(policy, reference, optimizer, batch: RolloutBatch, cfg: GRPOConfig, w
             gap_max = max(gap_max, sums.pop("engine_gap_max"))
             totals = {key: totals[key] + sums[key] for key in totals}
         norm = D.clip_grad_norm(policy, cfg.max_grad_norm)
-        if math.isfinite(norm) and denominator:
-            optimizer.step()
-        else:
+        if not math.isfinite(norm):
             skipped += 1
+        elif denominator:  # something is trained
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     policy.eval()
     totals = dict(zip(totals, D.all_reduce_sum(list(totals.values()))))
     tokens = max(1.0, totals["tokens"])
-    return {"loss": totals["loss"] / cfg.updates_per_batch, "kl": totals["kl"] / tokens, "clipped": totals["clipped"] / tokens,
-            "entropy": totals["entropy"] / tokens, "engine_gap": totals["engine_gap"] / tokens,
-            "engine_gap_max": max(D.gather_objects(gap_max)), "grad_norm": norm, "skipped": skipped, "tokens": int(totals["tokens"])}
+    return {"loss": totals["loss"] / cfg.updates_per_batch,
+            **{key: totals[key] / tokens for key in ("kl", "clipped", "entropy", "engine_gap")},
+            "engine_gap_max": max(D.gather_objects(gap_max)), "grad_norm": norm, "skipped": skipped,
+            "tokens": int(totals["tokens"])}
 
 
 def reward_stats(rows: list[dict]) -> dict[str, float]:
@@ -391,7 +424,7 @@ def reward_stats(rows: list[dict]) -> dict[str, float]:
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Why the run should stop, judged on the last `window` steps against the best window before them; None while all is well.
+    """Why the run should stop, by its last `window` steps against the best window before them; None while all is well.
 
     Four signs: the format rate halves, the mean reward falls below a quarter of its best, entropy triples (babble),
     KL per token passes 2 nats.
@@ -417,7 +450,7 @@ def collapse_reason(history: list[dict], window: int = 10) -> str | None:
     return None
 
 
-# ================================================================================================================== the loop
+# ============================================================================================================ the loop
 
 
 @dataclass
@@ -433,11 +466,13 @@ class Run:
     engine: TorchEngine
     retriever: object
     turns: list[data.Turn]
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # of each turn, token ids
     dev: list[data.Turn]
     dev_prompts: list[list[int]]
-    steps: int
+    steps: int  # of the whole run
+    settings: dict  # `settings` of cfg, at the start
     best: dict  # {"mrr": …, "step": …} of the best validation so far
+    history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
 
 
 def encode_turns(turns: list[data.Turn], tokenizer, limit: int, name: str) -> tuple[list[data.Turn], list[list[int]]]:
@@ -449,7 +484,8 @@ def encode_turns(turns: list[data.Turn], tokenizer, limit: int, name: str) -> tu
             kept.append(turn)
             prompts.append(ids)
     if len(kept) < len(turns):
-        D.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} turns left out: prompt above max_prompt_tokens={limit}")
+        D.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} turns left out: prompt above max_prompt_tokens="
+                 f"{limit}")
     if not kept:
         raise data.DataError(f"{name}: every prompt is longer than max_prompt_tokens={limit}; raise the limit")
     return kept, prompts
@@ -481,14 +517,14 @@ def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     turns, prompts, dev, dev_prompts = load_turns(cfg, retriever, tokenizer)
     cuda = where.device.type == "cuda"
     policy = M.load_causal_lm(cfg.model, torch.float32, where.device, cfg.gradient_checkpointing)
-    longest = max(map(len, prompts)) + cfg.max_response_tokens
-    if longest > policy.config.max_position_embeddings:
-        raise config.ConfigError(f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
-                                 f"{policy.config.max_position_embeddings} positions; lower max_response_tokens or max_prompt_tokens")
     eos = data.eos_token_ids(tokenizer, policy.generation_config)
     dtype = torch.bfloat16 if cuda else torch.float32
-    engine = TorchEngine(M.load_causal_lm(cfg.model, dtype, where.device), eos, data.pad_token_id(tokenizer, eos), tokenizer,
-                         max_batch=cfg.engine_batch)
+    pad_id = data.pad_token_id(tokenizer, eos, policy.get_input_embeddings().num_embeddings)
+    engine = TorchEngine(M.load_causal_lm(cfg.model, dtype, where.device), eos, pad_id, tokenizer, cfg.engine_batch)
+    longest = max(map(len, prompts + dev_prompts)) + cfg.max_response_tokens
+    if longest > engine.max_length:
+        raise config.ConfigError(f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
+                                 f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens")
     reference = None
     if cfg.kl_coef:
         reference = D.shard_model(M.load_causal_lm(cfg.model, dtype, where.device).requires_grad_(False), where)
@@ -496,43 +532,58 @@ def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     optimizer = M.make_optimizer(policy, cfg.lr, weight_decay=cfg.weight_decay)
     steps = cfg.steps or math.ceil(cfg.epochs * len(turns) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // where.world
-    D.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} process{'es' * (where.world > 1)} = "
-             f"{sequences} sequences per process = {math.ceil(sequences / cfg.micro_batch_size)} micro-batches of "
-             f"{min(sequences, cfg.micro_batch_size)}; {len(turns)} turns = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
+    D.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} "
+             f"process{'es' * (where.world > 1)} = {sequences} sequences per process = "
+             f"{math.ceil(sequences / cfg.micro_batch_size)} micro-batches of {min(sequences, cfg.micro_batch_size)}; "
+             f"{len(turns)} turns = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
              f"{steps} steps, lr {cfg.lr:g} after {cfg.warmup_steps} warm-up steps; {len(dev)} validation turns "
              f"every {cfg.validate_every} steps")
-    return Run(cfg, where, tokenizer, policy, reference, optimizer, engine, retriever, turns, prompts, dev, dev_prompts, steps,
-               {"mrr": -1.0, "step": -1})
+    return Run(cfg, where, tokenizer, policy, reference, optimizer, engine, retriever, turns, prompts, dev, dev_prompts,
+               steps, settings(cfg), best={"mrr": -1.0, "step": -1})
 
 
-RESUMABLE_KEYS = {"steps", "epochs", "out", "validate_every", "save_every", "keep_checkpoints", "micro_batch_size", "engine_batch",
-                  "gradient_checkpointing", "stop_on_collapse", "export_dtype"}  # may differ between a run and its continuation
+def settings(cfg: GRPOConfig) -> dict:
+    """What may not differ between a run and its continuation, because it decides the result; files by their content."""
+    free = ("retriever", "steps", "epochs", "out", "validate_every", "save_every", "keep_checkpoints",
+            "micro_batch_size", "engine_batch", "gradient_checkpointing", "stop_on_collapse", "export_dtype")
+    return ({key: value for key, value in config.to_dict(cfg).items() if key not in free}
+            | {key: infer.named(getattr(cfg, key)) for key in ("model", "train", "dev")}
+            | infer.retriever_settings(cfg.retriever))
 
 
 def resume(run: Run) -> int:
     """Continue from the newest checkpoint in `out`, if there is one; returns the number of steps already done."""
     cfg, found = run.cfg, D.latest_checkpoint(run.cfg.out)
-    metrics = os.path.join(cfg.out, "metrics.jsonl")
+    metrics, rollouts = (os.path.join(cfg.out, name) for name in ("metrics.jsonl", "rollouts"))
     if found is None:
+        if os.path.isdir(os.path.join(cfg.out, "final")):
+            raise config.ConfigError(f"{cfg.out} holds a finished run without a checkpoint to go on from; use another "
+                                     "out folder, or move it away to start anew")
         if os.path.exists(metrics) and os.path.getsize(metrics):
-            D.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl is begun anew")
+            D.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl and rollouts are begun anew")
     else:
         folder, state = found
-        now = config.to_dict(cfg)
-        differing = [k for k in now if k not in RESUMABLE_KEYS and now[k] != state["config"].get(k, now[k])]
-        if differing:
-            k = differing[0]
-            raise config.ConfigError(f"{folder} was made with {k}={state['config'][k]!r}, this run has {k}={now[k]!r}; "
-                                     "use another out folder, or the same settings to continue")
+        if "settings" not in state:
+            raise config.ConfigError(f"{folder} is no checkpoint of grpo.py; use another out folder")
+        if change := infer.changed_setting(state["settings"], run.settings):
+            raise config.ConfigError(f"{folder} was made with other settings: {change}; use another out folder, or the "
+                                     "same settings to continue")
+        if state["step"] > run.steps:
+            raise config.ConfigError(f"steps={run.steps}, but {folder} has {state['step']} steps done; set steps to "
+                                     "that number or more, or use another out folder")
         D.load_checkpoint(folder, run.policy, run.optimizer)
         run.best = state["best"]
         D.print0(f"resumed from {folder}: {state['step']} steps done")
-    done = found[1]["step"] if found else 0
+    done, rows = found[1]["step"] if found else 0, []
     if run.where.rank == 0:
-        os.makedirs(os.path.join(cfg.out, "rollouts"), exist_ok=True)
+        os.makedirs(rollouts, exist_ok=True)
         config.save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-        rows = [row for _, row in data.read_jsonl(metrics) if row["step"] <= done] if found and os.path.exists(metrics) else []
-        data.write_jsonl(metrics, rows)
+        rows = data.begin_metrics(metrics, done)
+        for name in os.listdir(rollouts):  # of steps that are taken again, or half-written
+            if name.startswith("step_") and name not in {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}:
+                os.remove(os.path.join(rollouts, name))
+    run.history = [{key: math.nan if value is None else value for key, value in row.items()}
+                   for row in D.broadcast_object(rows) if row["step"]]
     return done
 
 
@@ -541,108 +592,39 @@ def sample_step(run: Run, step: int) -> tuple[list[Rollout], list[Score], list[d
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.where.world
     first = run.where.rank * share
     picked = step_turns(len(run.turns), step, cfg.prompts_per_step, cfg.seed)[first:first + share]
-    rollouts = run.engine.generate([run.prompts[i] for i in picked], [sampling_for(cfg, step, first + j) for j in range(share)])
+    samplings = [sampling_for(cfg, step, first + j) for j in range(share)]
+    rollouts = run.engine.generate([run.prompts[i] for i in picked], samplings)
     turns = [run.turns[i] for i in picked]
     return rollouts, score_rollouts(rollouts, turns, run.retriever, run.tokenizer, cfg), turns, first
 
 
 def training_batch(rollouts: list[Rollout], scores: list[Score], pad_id: int, cfg: GRPOConfig, where: D.Dist
                    ) -> tuple[RolloutBatch, list[float | None]]:
-    """The scored rollouts as tensors, and each rollout's advantage (None for one that failed and is left out)."""
+    """The scored rollouts as tensors, and each rollout's advantage (None for one that failed and is left out).
+
+    A rank whose rollouts all failed takes part with one token that is not trained; Stopped where that is so on all.
+    """
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
-    if not kept:
-        raise Stopped(f"rank {where.rank}: all {len(scores)} rollouts of this step failed (engine or retriever errors); "
-                      "look at the retriever, then start again: the run resumes from its newest checkpoint")
+    if not any(D.gather_objects(bool(kept))):
+        engine = sum(r.end == "engine_error" for r in rollouts)
+        raise Stopped(f"rank {where.rank}: all {len(scores)} rollouts of this step failed, {engine} in the engine "
+                      f"(weights that are not finite), {len(scores) - engine} in the retriever; mend that, then start "
+                      "again: the run resumes from its newest checkpoint")
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     advantages = group_advantages(rewards, torch.tensor([rollouts[i].group_id for i in kept]), cfg.scale_by_std)
-    batch = collate_rollouts([rollouts[i] for i in kept], advantages, pad_id).to(where.device)
+    idle = Rollout(rollouts[0].prompt_ids, [pad_id], [0.0], [0], 0, "eos")
+    batch = collate_rollouts([rollouts[i] for i in kept] or [idle], advantages if kept else [0.0], pad_id)
     by_index = dict(zip(kept, advantages.tolist()))
-    return batch, [by_index.get(i) for i in range(len(rollouts))]
+    return batch.to(where.device), [by_index.get(i) for i in range(len(rollouts))]
 
 
 def rollout_rows(rollouts: list[Rollout], scores: list[Score], advantages: list[float | None], turns: list[data.Turn],
                  first: int) -> list[dict]:
     """The step's rollouts as they are written to rollouts/step_*.jsonl."""
-    return [{"query_id": turns[r.group_id].query_id, "group": first + r.group_id, "response": s.text, "rewrite": s.parsed.rewrite,
-             "well_formed": s.parsed.well_formed, "rank": s.rank, "reward": s.reward, "advantage": a,
-             "tokens": len(r.response_ids), "end": r.end} for r, s, a in zip(rollouts, scores, advantages)]
-
-
-def validate(run: Run) -> dict[str, float]:
-    """Retrieval metrics of greedy rewrites of the dev turns (all ranks share the work); a malformed one searches the question."""
-    mine = range(run.where.rank, len(run.dev), run.where.world)
-    greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
-    rollouts = run.engine.generate([run.dev_prompts[i] for i in mine], greedy)
-    parsed = [parse_response(run.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
-    queries = [p.rewrite if p.well_formed else run.dev[i].question for i, p in zip(mine, parsed)]
-    results = run.retriever.search(queries, 100) if queries else []
-    found, formed = {}, 0
-    for part, good in D.gather_objects(({run.dev[i].query_id: r for i, r in zip(mine, results)}, sum(p.well_formed for p in parsed))):
-        found |= part
-        formed += good
-    metrics = evaluate_run(found, {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev})
-    return {f"dev_{k}": v for k, v in metrics.items() if k not in ("queries", "missing")} | {"dev_format_rate": formed / len(run.dev)}
-
-
-def validate_and_keep_best(run: Run, step: int) -> dict[str, float]:
-    """Validate; export the policy to best/ when its MRR is the highest so far."""
-    if not run.dev:
-        return {}
-    t = time.perf_counter()
-    metrics = validate(run)
-    if metrics["dev_mrr"] > run.best["mrr"]:
-        run.best = {"mrr": metrics["dev_mrr"], "step": step}
-        if step:  # the start is the SFT policy, which exists already
-            D.export_hf(run.policy, run.tokenizer, os.path.join(run.cfg.out, "best"), getattr(torch, run.cfg.export_dtype))
-    D.print0(f"validation {step:05d}/{run.steps:05d} | mrr {metrics['dev_mrr']:.4f} | ndcg@3 {metrics['dev_ndcg@3']:.4f} | "
-             f"recall@10 {metrics['dev_recall@10']:.4f} | recall@100 {metrics['dev_recall@100']:.4f} | "
-             f"format {metrics['dev_format_rate']:.3f} | best {run.best['mrr']:.4f} at {run.best['step']} | {time.perf_counter() - t:.1f}s")
-    return metrics
-
-
-def step_line(row: dict, steps: int, seconds: float) -> str:
-    """The one line a step prints; `seconds` is what a step takes."""
-    left = seconds * (steps - row["step"])
-    return (f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | mrr {row['mrr']:.3f} | hit@1 {row['hit@1']:.3f} | "
-            f"format {row['format_rate']:.3f} | kl {row['kl']:.4f} | entropy {row['entropy']:.3f} | flat {row['flat_groups']:.2f} | "
-            f"clipped {100 * row['clipped']:.1f}% | len {row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | "
-            f"lr {row['lr']:.2g} | gen {row['seconds_sample']:.1f}s | train {row['seconds_update']:.1f}s | "
-            f"sync {row['seconds_sync']:.1f}s | left {left / 60:.0f}m")
-
-
-def jsonable(value: float | int | str | None) -> float | int | str | None:
-    """A figure for metrics.jsonl: rounded; null where it is not finite (a skipped step's gradient norm), which JSON lacks."""
-    return (round(value, 6) if math.isfinite(value) else None) if isinstance(value, float) else value
-
-
-def log_step(run: Run, row: dict, rows: list[dict] = (), history: list[dict] = ()) -> None:
-    """Rank 0 appends to metrics.jsonl, writes rollouts/step_*.jsonl, prints the step's line, and two samples now and then."""
-    if run.where.rank:
-        return
-    with open(os.path.join(run.cfg.out, "metrics.jsonl"), "a", encoding="utf-8", newline="\n") as f:
-        f.write(json.dumps({k: jsonable(v) for k, v in row.items()}) + "\n")
-    if not rows:
-        return
-    data.write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
-    recent = [r["seconds_sample"] + r["seconds_update"] + r["seconds_sync"] for r in history[-20:]]
-    D.print0(step_line(row, run.steps, sum(recent) / len(recent)))
-    if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
-        for sample in (rows[0], rows[-1]):
-            D.print0(f"  sample {sample['query_id']}: rank {sample['rank']}, reward {sample['reward']}: {sample['response']!r}")
-
-
-def summary(run: Run) -> dict:
-    """The last line of a finished run: first and last steps' mean reward, validation before, best and last, folders."""
-    rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
-    steps = [row for row in rows if row["step"]]
-    tenth = max(1, len(steps) // 10)
-    validations = [row["dev_mrr"] for row in rows if "dev_mrr" in row]
-    return {"steps": run.steps, "reward_first_tenth": sum(r["reward"] for r in steps[:tenth]) / tenth,
-            "reward_last_tenth": sum(r["reward"] for r in steps[-tenth:]) / tenth,
-            "dev_mrr_start": validations[0] if validations else None, "dev_mrr_last": validations[-1] if validations else None,
-            "dev_mrr_best": run.best["mrr"] if validations else None, "best_step": run.best["step"],
-            "final": os.path.join(run.cfg.out, "final"),
-            "best": os.path.join(run.cfg.out, "best") if run.best["step"] > 0 else run.cfg.model}
+    return [{"query_id": turns[r.group_id].query_id, "group": first + r.group_id, "response": s.text,
+             "rewrite": s.parsed.rewrite, "well_formed": s.parsed.well_formed, "rank": s.rank, "reward": s.reward,
+             "advantage": a, "tokens": len(r.response_ids), "end": r.end}
+            for r, s, a in zip(rollouts, scores, advantages)]
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
@@ -663,62 +645,132 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
             "seconds_sample": t1 - t0, "seconds_update": t2 - t1, "seconds_sync": t3 - t2}, rows
 
 
-def catch_signals() -> dict[str, int]:
-    """From now on SIGTERM and Ctrl-C are noted, not obeyed at once: the loop finishes its step and saves; a second one kills."""
-    caught = {"signal": 0}
+def validate(run: Run) -> dict[str, float]:
+    """Retrieval metrics of greedy rewrites of the dev turns, on all ranks; a malformed one searches the question."""
+    mine = range(run.where.rank, len(run.dev), run.where.world)
+    greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
+    rollouts = run.engine.generate([run.dev_prompts[i] for i in mine], greedy)
+    parsed = [parse_response(data.decode_response(run.tokenizer, r.response_ids), run.cfg.parser) for r in rollouts]
+    queries = [p.rewrite if p.well_formed else run.dev[i].question for i, p in zip(mine, parsed)]
+    results = run.retriever.search(queries, 100) if queries else []
+    found, formed = {}, 0
+    own = {run.dev[i].query_id: hits for i, hits in zip(mine, results)}
+    for part, good in D.gather_objects((own, sum(p.well_formed for p in parsed))):
+        found |= part
+        formed += good
+    metrics = evaluate_run(found, {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev})
+    shown = {f"dev_{k}": v for k, v in metrics.items() if k not in ("queries", "missing")}
+    return shown | {"dev_format_rate": formed / len(run.dev)}
 
-    def note(number: int, frame: object) -> None:
-        if caught["signal"]:
-            raise KeyboardInterrupt
-        caught["signal"] = number
 
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
-    return caught
+def export(run: Run, name: str) -> None:
+    """Write the policy to the Hugging Face folder `name` of the run."""
+    D.export_hf(run.policy, run.tokenizer, os.path.join(run.cfg.out, name), getattr(torch, run.cfg.export_dtype))
+
+
+def validate_and_keep_best(run: Run, step: int) -> dict[str, float]:
+    """Validate; export the policy to best/ when its MRR is the highest so far."""
+    if not run.dev:
+        return {}
+    t = time.perf_counter()
+    metrics = validate(run)
+    if metrics["dev_mrr"] > run.best["mrr"]:
+        run.best = {"mrr": metrics["dev_mrr"], "step": step}
+        if step:  # the start is the SFT policy, which exists already
+            export(run, "best")
+    D.print0(f"validation {step:05d}/{run.steps:05d} | mrr {metrics['dev_mrr']:.4f} | "
+             f"ndcg@3 {metrics['dev_ndcg@3']:.4f} | recall@10 {metrics['dev_recall@10']:.4f} | "
+             f"recall@100 {metrics['dev_recall@100']:.4f} | format {metrics['dev_format_rate']:.3f} | "
+             f"best {run.best['mrr']:.4f} at {run.best['step']} | {time.perf_counter() - t:.1f}s")
+    return metrics
+
+
+def step_line(row: dict, steps: int, seconds: float) -> str:
+    """The one line a step prints; `seconds` is what a step takes."""
+    left = seconds * (steps - row["step"])
+    return (f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | mrr {row['mrr']:.3f} | "
+            f"hit@1 {row['hit@1']:.3f} | format {row['format_rate']:.3f} | kl {row['kl']:.4f} | "
+            f"entropy {row['entropy']:.3f} | flat {row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | "
+            f"len {row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
+            f"gen {row['seconds_sample']:.1f}s | train {row['seconds_update']:.1f}s | "
+            f"sync {row['seconds_sync']:.1f}s | left {left / 60:.0f}m")
+
+
+def log_step(run: Run, row: dict, rows: list[dict] = ()) -> None:
+    """Rank 0: a row of metrics.jsonl, rollouts/step_*.jsonl, the step's line, and two samples now and then."""
+    if run.where.rank:
+        return
+    data.append_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), row)
+    if not rows:
+        return
+    data.write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
+    recent = [r["seconds_sample"] + r["seconds_update"] + r["seconds_sync"] for r in run.history[-20:]]
+    D.print0(step_line(row, run.steps, sum(recent) / len(recent)))
+    if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
+        for sample in (rows[0], rows[-1]):
+            D.print0(f"  sample {sample['query_id']}: rank {sample['rank']}, reward {sample['reward']}: "
+                     f"{sample['response']!r}")
+
+
+def summary(run: Run) -> dict:
+    """The last line of a finished run: first and last steps' mean reward, validation before, best and last, folders."""
+    rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
+    steps = [row for row in rows if row["step"]]
+    tenth = max(1, len(steps) // 10)
+    validations = [row["dev_mrr"] for row in rows if "dev_mrr" in row]
+    return {"steps": run.steps, "reward_first_tenth": sum(r["reward"] for r in steps[:tenth]) / tenth,
+            "reward_last_tenth": sum(r["reward"] for r in steps[-tenth:]) / tenth,
+            "dev_mrr_start": validations[0] if validations else None,
+            "dev_mrr_last": validations[-1] if validations else None,
+            "dev_mrr_best": run.best["mrr"] if validations else None, "best_step": run.best["step"],
+            "final": os.path.join(run.cfg.out, "final"),
+            "best": os.path.join(run.cfg.out, "best") if run.best["step"] > 0 else run.cfg.model}
 
 
 def checkpoint(run: Run, step: int) -> None:
     """Write a resumable checkpoint."""
     folder = D.save_checkpoint(run.cfg.out, step, run.policy, run.optimizer,
-                               {"best": run.best, "config": config.to_dict(run.cfg)}, run.cfg.keep_checkpoints)
+                               {"best": run.best, "settings": run.settings}, run.cfg.keep_checkpoints)
     D.print0(f"checkpoint {folder}")
 
 
-def guard(run: Run, history: list[dict]) -> None:
+def guard(run: Run) -> None:
     """Stop a run that has failed: three steps in a row skipped for non-finite gradients, or a collapsed policy."""
-    if len(history) >= 3 and all(row["skipped"] for row in history[-3:]):
-        raise Stopped("the gradient was not finite in three steps in a row; resume from the newest checkpoint with a lower lr, or a "
-                      "higher kl_coef")
-    reason = collapse_reason(history) if run.cfg.stop_on_collapse else None
+    if len(run.history) >= 3 and all(row["skipped"] for row in run.history[-3:]):
+        raise Stopped("the gradient was not finite in three steps in a row; start anew in another out folder, with a "
+                      "lower lr or a higher kl_coef")
+    reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
-        raise Stopped(f"the policy has collapsed: {reason}. Best validation MRR {run.best['mrr']:.4f} at step {run.best['step']} "
-                      f"({run.cfg.out}/best); try a higher kl_coef or a lower lr, or stop_on_collapse=false to go on")
+        best = f"; best/ holds the policy of step {run.best['step']}" if run.best["step"] > 0 else ""
+        raise Stopped(f"the policy has collapsed: {reason}{best}; try a higher kl_coef or a lower lr in another out "
+                      "folder, or stop_on_collapse=false to go on in this one")
 
 
 def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary."""
     where = D.setup()
     run = start(cfg, where)
-    done = resume(run)
-    caught = catch_signals()
-    run.engine.sync_weights(D.full_parameters(run.policy))
-    if done == 0:
-        log_step(run, {"step": 0, **validate_and_keep_best(run, 0)})
-    history: list[dict] = []
-    for step in range(done, run.steps):
-        row, rows = train_step(run, step)
-        history.append(row)
-        last, signalled = step + 1 == run.steps, max(D.gather_objects(caught["signal"]))
-        if last or (step + 1) % cfg.validate_every == 0:
-            row |= validate_and_keep_best(run, step + 1)
-        log_step(run, row, rows, history)
-        if last or signalled or (step + 1) % cfg.save_every == 0:
-            checkpoint(run, step + 1)
-        if signalled:
-            D.print0(f"stopped by signal {signalled} after step {step + 1} of {run.steps}; the same command continues")
-            raise SystemExit(128 + signalled)
-        guard(run, history)
-    D.export_hf(run.policy, run.tokenizer, os.path.join(cfg.out, "final"), getattr(torch, cfg.export_dtype))
+    alone = data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext()
+    with alone, D.noted_signals() as noted:
+        done = resume(run)
+        run.engine.sync_weights(D.full_parameters(run.policy))
+        if done == 0:
+            log_step(run, {"step": 0, **validate_and_keep_best(run, 0)})
+        for step in range(done, run.steps):
+            row, rows = train_step(run, step)
+            run.history.append(row)
+            last, signalled = step + 1 == run.steps, D.signal_of_any(noted)
+            if last or (step + 1) % cfg.validate_every == 0:
+                row |= validate_and_keep_best(run, step + 1)
+            log_step(run, row, rows)
+            if last or signalled or (step + 1) % cfg.save_every == 0:
+                checkpoint(run, step + 1)
+            if signalled:
+                D.print0(f"stopped by signal {signalled} after step {step + 1} of {run.steps}; "
+                         "the same command continues")
+                raise SystemExit(128 + signalled)
+            guard(run)
+        export(run, "final")
     D.cleanup()
     return summary(run) if where.rank == 0 else None
 

@@ -17,13 +17,14 @@ turn are an error, so a file never mixes two runs.  Draws depend on seed, prompt
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -33,7 +34,7 @@ from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
 from model import load_causal_lm, load_tokenizer
-from retriever import Progress
+from retriever import Progress, RetrieverConfig
 from reward import parse_response
 from rollout import Rollout, Sampling, TorchEngine
 
@@ -97,8 +98,36 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def named(path: str) -> list[str]:
+    """A file or folder as a setting: [name, digest of the content]."""
+    return [path, fingerprint(path)]
+
+
+def retriever_settings(r: RetrieverConfig) -> dict:
+    """What of a retriever decides its ranks: neither how fast it is nor where it runs."""
+    files = {"corpus": r.corpus, "encoder": r.encoder}
+    files |= {f"index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
+    free = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout", "retries",
+            "request_queries")
+    return ({f"retriever.{key}": named(path) for key, path in files.items()}
+            | {f"retriever.{key}": value for key, value in asdict(r).items() if key not in free})
+
+
+def changed_setting(before: dict, settings: dict) -> str:
+    """What the first setting that differs was and is, files compared by content alone; empty where none differs."""
+    def split(value: object) -> tuple:  # (what to show, what to compare)
+        texts = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        return tuple(value) if texts else (value, value)
+
+    for key, value in settings.items():
+        (old, old_digest), (now, now_digest) = split(before.get(key)), split(value)
+        if old_digest != now_digest:
+            return f"{key}={now!r} has other content" if old == now else f"{key} was {old!r} and is {now!r}"
+    return ""
+
+
 def check_settings(path: str, settings: dict, begun: bool) -> None:
-    """Store `settings` at `path`; where output is `begun`, compare them instead ([name, digest] by the digest alone).
+    """Store `settings` at `path`; where output is `begun`, compare them instead.
 
     DataError names the first key that differs.  One process calls it.
     """
@@ -110,25 +139,20 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
         before = json.loads("\n".join(line for _, line in data.read_lines(path)))
     except ValueError as e:
         raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
-    for key, now in settings.items():
-        old = before.get(key)
-        (old, old_digest), (now, now_digest) = (v if isinstance(v, list) else (v, v) for v in (old, now))
-        if old_digest != now_digest:
-            change = f"{key}={now!r} has other content" if old == now else f"{key} was {old!r} and is {now!r}"
-            raise DataError(f"{path}: this output was begun with other settings: {change}; choose another output, or "
-                            "overwrite=true to begin anew")
+    if change := changed_setting(before, settings):
+        raise DataError(f"{path}: this output was begun with other settings: {change}; choose another output, or "
+                        "overwrite=true to begin anew")
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
 
 def open_engine(cfg: InferConfig, tokenizer, where: Dist) -> TorchEngine:
-    """The embedded engine over `cfg.model`; a pad id that the model has no embedding for is replaced by EOS."""
+    """The embedded engine over `cfg.model`."""
     half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and where.device.type == "cuda"
     model = load_causal_lm(cfg.model, torch.bfloat16 if half else torch.float32, where.device)
     eos = data.eos_token_ids(tokenizer, model.generation_config)
-    pad = data.pad_token_id(tokenizer, eos)
-    known = pad < model.get_input_embeddings().num_embeddings
-    engine = TorchEngine(model, eos, pad if known else eos[0], tokenizer, cfg.engine_batch)
+    pad = data.pad_token_id(tokenizer, eos, model.get_input_embeddings().num_embeddings)
+    engine = TorchEngine(model, eos, pad, tokenizer, cfg.engine_batch)
     if engine.max_length <= cfg.max_response_tokens:
         raise ConfigError(f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
                           f"{engine.max_length} positions; lower max_response_tokens")
@@ -148,7 +172,7 @@ def prompt_digest(prompt_ids: list[int]) -> str:
 
 def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str) -> dict:
     """The line of one sample."""
-    text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = data.decode_response(tokenizer, rollout.response_ids)
     parsed = parse_response(text, parser)
     rewrite = " ".join((parsed.rewrite or "").split())
     status = rollout.end
@@ -214,9 +238,10 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
     if cfg.overwrite:
         for path in part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out):
             os.remove(path)
-    keys = ("prompt", "samples", "temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed", "parser", "dtype")
+    keys = ("prompt", "samples", "temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed", "parser",
+            "dtype")
     begun = any(os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path))
-    settings = {"model": [cfg.model, fingerprint(cfg.model)], **{key: getattr(cfg, key) for key in keys}}
+    settings = {"model": named(cfg.model), **{key: getattr(cfg, key) for key in keys}}
     check_settings(meta, settings, begun)
     save_config(cfg, f"{cfg.out}.config.yaml")
     done = collect(cfg.out, prompts, cfg.samples)
@@ -227,8 +252,14 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
 
 
 def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list[dict]:
-    """Merge the parts into `cfg.out`, whole or not at all; returns its lines (every rank)."""
+    """Merge the parts into `cfg.out`, whole or not at all; returns its lines (every rank).
+
+    DataError where a line is missing: another process's part is not seen.
+    """
     rows = collect(cfg.out, prompts, cfg.samples)
+    if len(rows) < len(prompts) * cfg.samples:
+        raise DataError(f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all processes must "
+                        "see the same folder: run again, what is there is kept")
     broadcast_object(None)  # every rank has read the parts
     if where.rank == 0:
         data.write_jsonl(cfg.out, rows)
@@ -239,6 +270,12 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list
 
 def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
     """All lines of `turns`, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
+    folder, name = os.path.split(os.path.abspath(cfg.out))
+    with data.only_writer(folder, name) if where.rank == 0 else contextlib.nullcontext():
+        return _respond(cfg, turns, where)
+
+
+def _respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
     tokenizer = load_tokenizer(cfg.model)
     prompts = encode_prompts(cfg, turns, tokenizer)
     done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
@@ -255,7 +292,8 @@ def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict
             if bar:  # the other processes are about as far
                 bar.update(min(finished * where.world, bar.total) - bar.done)
 
-        with open(f"{cfg.out}.rank{where.rank:03d}", "w", encoding="utf-8", newline="\n") as part:
+        path = f"{cfg.out}.rank{where.rank:03d}"
+        with data.naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
             for at in range(0, len(mine), cfg.chunk):
                 rows = sample_turns(engine, tokenizer, mine[at:at + cfg.chunk], prompts, cfg,
                                     lambda finished, *_, before=at * cfg.samples: show(before + finished))
@@ -280,6 +318,8 @@ def check(cfg: InferConfig) -> None:
     for name in ("model", "turns", "out"):
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; give {name}=…")
+    if os.path.isdir(cfg.out):
+        raise ConfigError(f"out={cfg.out} is a folder; name a file to write")
     for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk", "engine_batch"):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
@@ -287,6 +327,7 @@ def check(cfg: InferConfig) -> None:
         raise ConfigError("prompt=few-shot needs examples=FILE")
     if os.path.abspath(cfg.out) == os.path.abspath(cfg.turns):
         raise ConfigError(f"out={cfg.out} is the turns file itself; choose another name")
+    Sampling(temperature=cfg.temperature, top_p=cfg.top_p)  # its errors
     if cfg.samples > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
 

@@ -1,8 +1,8 @@
 """Load a causal language model; log-probabilities of tokens; optimizer and learning-rate schedule.
 
-Needs torch and transformers alone.  Log-probabilities are computed at the sampling temperature, in float32, in chunks whose
-logits are recomputed in the backward pass, so that a (B, T, V) tensor never exists: at V = 152k and 8 x 700 tokens it would
-take 3.4 GB, and as much again for its gradient.
+Needs torch and transformers alone.  Log-probabilities are computed at the sampling temperature, in float32, in chunks
+whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never exists: at V = 152k and 8 x 700
+tokens it would take 3.4 GB, and as much again for its gradient.
 
 Shapes: B sequences, T predicted positions, D hidden size, V vocabulary.
 """
@@ -35,7 +35,8 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise ModelError(f"no tokenizer at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub name") from e
+        raise ModelError(f"no tokenizer at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub "
+                         "name") from e
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
@@ -43,28 +44,31 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
     """A causal LM from a local folder or a hub name, in eval mode, dropout off, attention through sdpa.
 
     Dropout stays 0 in training too: the ratio of the first update on a batch is then exactly 1.
-    Raises ModelError for a path that holds no model, for weights that are damaged, missing or of other shapes than the config
-    says (they would be random numbers), and for heads that do more than one matrix product.
+    Raises ModelError for a path that holds no model, for weights that are damaged, missing or of other shapes than the
+    config says (they would be random numbers), and for heads that do more than one matrix product.
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa",
+                                                             output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        raise ModelError(f"no causal LM at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub name") from e
+        raise ModelError(f"no causal LM at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub "
+                         "name") from e
     if report["missing_keys"]:
         raise ModelError(f"{path}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
-                         f"{min(report['missing_keys'])} first: it is damaged, or the folder of an adapter or an encoder")
+                         f"{min(report['missing_keys'])} first: it is damaged, or the folder of an adapter or encoder")
     return prepare_causal_lm(model, path, gradient_checkpointing).to(device)
 
 
 def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkpointing: bool = False) -> nn.Module:
-    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, the forward method that FSDP hooks.
+    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, a forward method for FSDP.
 
     Raises ModelError for heads that do more than one matrix product; `name` stands in its message.
     """
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise ModelError(f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not head(hidden states), "
-                             "which token_logprobs computes; use a Qwen2/2.5/3, Llama or SmolLM2 model")
+            raise ModelError(f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not "
+                             "head(hidden states), which token_logprobs computes; use a Qwen2/2.5/3, Llama or SmolLM2 "
+                             "model")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -82,8 +86,9 @@ def _first_line(e: Exception) -> str:
     return str(e).strip().split("\n")[0]
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """(M, D) hidden states and (M,) next tokens → (M,) log-probabilities and (M,) entropies (zeros unless asked for)."""
+def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float,
+                    entropy: bool) -> tuple[Tensor, Tensor]:
+    """(M, D) hidden states, (M,) next tokens → (M,) log-probabilities and (M,) entropies (zeros unless asked for)."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
@@ -94,8 +99,8 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
 
 @dataclass
 class SharedLayout:
-    """Sequences laid out so that what their prompts share is computed once: a row is the beginning that all its prompts share,
-    then, prompt by prompt, the rest of the prompt and its responses."""
+    """Sequences laid out so that what their prompts share is computed once: a row is the beginning that all its prompts
+    share, then, prompt by prompt, the rest of the prompt and its responses."""
 
     tokens: Tensor  # (R, S) int64
     position_ids: Tensor  # (R, S) int64: place in the sequence, not in the row
@@ -104,7 +109,7 @@ class SharedLayout:
 
 
 def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> SharedLayout:
-    """Lay out right-padded tokens (B, T+1); sequences of equal group_ids (B,) have the same prompt, prompt_lengths (B,) long.
+    """Lay out right-padded tokens (B, T+1); those of equal group_ids (B,) have one prompt, prompt_lengths (B,) long.
 
     A row holds up to ROW_TOKENS (at least one sequence), which bounds the S x S mask.  The last token of a sequence is
     nobody's input and is left out.
@@ -124,7 +129,7 @@ def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tenso
         rows[-1] += [(v, position + i, segment, parent) for i, v in enumerate(values)]
         return begin
 
-    places = torch.zeros(len(ids), 3, dtype=torch.int64)  # row, where the prompt's rest begins, where the response begins
+    places = torch.zeros(len(ids), 3, dtype=torch.int64)  # row, where in it the prompt's rest and the response begin
     for number, (members, prompt) in enumerate(zip(groups.values(), first), 1):
         rest: int | None = None
         for b in members:
@@ -138,18 +143,19 @@ def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tenso
                 rest = append(number, 0, prompt[common:], common)
             places[b] = torch.tensor([len(rows) - 1, rest, append(len(groups) + 1 + b, number, response, len(prompt))])
     width = max(map(len, rows))
-    table = torch.tensor([row + [(0, 0, -1, -1)] * (width - len(row)) for row in rows], device=tokens.device)  # (R, S, 4)
-    token, position, own, parent = table.unbind(-1)
+    table = torch.tensor([row + [(0, 0, -1, -1)] * (width - len(row)) for row in rows], device=tokens.device)
+    token, position, own, parent = table.unbind(-1)  # (R, S) each
     causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
     seen = (own[:, None, :] == 0) | (own[:, None, :] == own[:, :, None]) | (own[:, None, :] == parent[:, :, None])
     row, rest_at, response_at = (c[:, None] for c in places.to(tokens.device).unbind(-1))  # (B, 1) each
     t, p = torch.arange(tokens.shape[1] - 1, device=tokens.device), prompt_lengths[:, None]
-    column = torch.where(t < common, t, torch.where(t < p, rest_at + t - common, response_at + t - p)).clamp(max=width - 1)
-    return SharedLayout(token, position, (causal & seen)[:, None], row * width + column)
+    column = torch.where(t < common, t, torch.where(t < p, rest_at + t - common, response_at + t - p))  # (B, T)
+    return SharedLayout(token, position, (causal & seen)[:, None], row * width + column.clamp(max=width - 1))
 
 
-def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float, positions: Tensor | None,
-                      entropy: bool, groups: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float,
+                      positions: Tensor | None, entropy: bool,
+                      groups: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """The computation behind `token_logprobs`; returns log-probabilities (B, T) and entropies (B, T)."""
     inputs, mask = tokens[:, :-1], attention_mask[:, :-1]
     keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
@@ -158,12 +164,13 @@ def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, 
         states = model.base_model(input_ids=layout.tokens, attention_mask=layout.mask, position_ids=layout.position_ids,
                                   use_cache=False).last_hidden_state.flatten(0, 1)
         rows = states[layout.source[keep]]
-    elif bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it, the fast kernels apply
+    elif bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it: fast kernels
         states = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
         rows = states[keep]
     else:
         position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        states = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+        states = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids,
+                                  use_cache=False).last_hidden_state
         rows = states[keep]
     targets = tokens[:, 1:][keep]  # (M,) beside rows (M, D)
     head = model.get_output_embeddings()
@@ -185,15 +192,16 @@ def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, tem
                    groups: tuple[Tensor, Tensor] | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of every next token under softmax(logits / temperature).
 
-    tokens (B, T+1) int64, attention_mask (B, T+1) with 1 for real tokens, padded on either side; `temperature` as in sampling.
-    Returns (B, T) float32: entry t is log p(tokens[t+1] given tokens[..t]); entries that predict padding are finite and
-    meaningless.  `positions` (B, T) bool: where the head is evaluated at all (zero elsewhere): prompts need none.
+    tokens (B, T+1) int64, attention_mask (B, T+1) with 1 for real tokens, padded on either side; `temperature` as in
+    sampling.  Returns (B, T) float32: entry t is log p(tokens[t+1] given tokens[..t]); entries that predict padding are
+    finite and meaningless.
+    `positions` (B, T) bool: where the head is evaluated at all (zero elsewhere): prompts need none.
     With `with_entropy` also the entropy of the same distributions, (B, T), in nats.
-    `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same prompt, which
-    is then computed once, and so is what all prompts begin with; the results are the same.
+    `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same
+    prompt, which is then computed once, and so is what all prompts begin with; the results are the same.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature {temperature}: log-probabilities need a temperature above 0 (greedy sampling has none)")
+        raise ValueError(f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)")
     forward = getattr(model, "logprobs_forward", None) or functools.partial(_logprobs_forward, model)
     logprobs, entropies = forward(tokens, attention_mask, temperature, positions, with_entropy, groups)
     return (logprobs, entropies) if with_entropy else logprobs

@@ -1,6 +1,6 @@
 """Encoders, passage indexes, exact search, BM25, fusion, and the rank of the gold passage that is the reward.
 
-One rule of order everywhere (DESIGN §7).  Lists are by score, higher first, then by id.  A rank is 1 + the number of
+One rule of order everywhere.  Lists are by score, higher first, then by id.  A rank is 1 + the number of
 other passages whose score is at least the gold's: ties count against the gold, other golds of the query do not count,
 the best gold counts, beyond the cut-off is None, and a NaN score gives FAILED, never a rank.
 
@@ -14,31 +14,31 @@ Run as a program it builds an index:  python retriever.py kind=dense corpus=corp
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import sys
 import threading
 import time
+import urllib.request
 from array import array
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Literal, Sequence
+from typing import Any, Callable, Iterable, Iterator, Literal, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import run
-from data import Passage, atomic_folder, atomic_write, read_corpus
+from config import run, save_config
+from data import Passage, atomic_folder, atomic_write, only_writer, read_corpus
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
 # copies out; it needs the imports above less config and data: torch, transformers and what transformers brings along.
@@ -541,7 +541,7 @@ class PassageIds:
         return place
 
 
-def _passages(corpus: str | os.PathLike | Sequence[Passage]) -> Iterator[Passage]:
+def _passages(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
     return read_corpus(os.fspath(corpus)) if isinstance(corpus, (str, os.PathLike)) else iter(corpus)
 
 
@@ -590,24 +590,6 @@ def _same(folder: Path, have: dict, want: dict, way_out: str) -> None:
                                  f"; they must be equal. {way_out}")
 
 
-@contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock (released by the system when the process dies) and clears what a killed build left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise RetrieverError(f"another process is building in {folder}; wait, or choose another folder") from e
-        for leftover in folder.iterdir():
-            if re.search(r"\.\d+\.tmp$", leftover.name):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        yield
-    finally:
-        os.close(handle)
-
-
 # ---------------------------------------------------------------------------------------------------------- dense index
 
 @dataclass
@@ -643,7 +625,7 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
     A shard depends on its own passages alone, appears whole or not at all, and stands in meta.json with its checksum.
     So a killed build, started again, goes on at the first missing shard and ends with the same bytes; a finished index
     is checked and left alone.  RetrieverError: the folder holds the index of another corpus or encoder, or of other
-    settings; a vector that is not finite; an empty corpus; another build at work in the folder.
+    settings; a vector that is not finite; an empty corpus.  DataError: another build at work in the folder.
     """
     folder, encoder = Path(folder), encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
     if shard_size < 1:
@@ -651,7 +633,7 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
     ids, corpus_print = _survey(corpus)
     identity = {"format": "dense-1", "count": len(ids), "corpus": corpus_print, "shard_size": shard_size,
                 **_identity(model, tokenizer, encoder)}
-    with _only_builder(folder):
+    with only_writer(os.fspath(folder)):
         meta = _read_meta(folder)
         if meta is None:
             meta = identity | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
@@ -721,8 +703,14 @@ def _check_encoder(where: Any, meta: dict, model: nn.Module, tokenizer: Any, enc
 
 # ----------------------------------------------------------------------------------------------------------- retrievers
 
+def _check_queries(queries: Sequence[str]) -> None:
+    if isinstance(queries, str):  # each of its characters would be searched
+        raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]")
+
+
 def _gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
     """Passage numbers of every query's golds; a bare string is a list of one."""
+    _check_queries(queries)
     if len(queries) != len(gold_ids):
         raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
@@ -754,6 +742,7 @@ class DenseRetriever:
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """(Q, D) float32 on the encoder's device."""
+        _check_queries(queries)
         with self._lock:
             vectors = encode(self.model, self.tokenizer, queries, self.encoder, query=True,
                              batch_tokens=self.batch_tokens, counts=self.counts)
@@ -821,11 +810,13 @@ class BM25Retriever:
     Unlike in Lucene, passage lengths are exact, not rounded to one byte.  Safe to call from several threads.
     """
 
-    def __init__(self, passages: Iterable[Passage], k1: float = 0.9, b: float = 0.4, query_words: int = 1024):
+    def __init__(self, passages: str | os.PathLike | Iterable[Passage], k1: float = 0.9, b: float = 0.4,
+                 query_words: int = 1024):
+        """passages: a corpus file, or data.Passage objects."""
         self._setup(k1, b, query_words)
         ids: list[str] = []
         self._documents: list[array] | None = []  # word numbers, kept so that k1 and b can change
-        for passage in passages:
+        for passage in _passages(passages):
             ids.append(passage.id)
             words = self._tokenizer(passage.contents)
             self._documents.append(array("i", [self._vocabulary.setdefault(w, len(self._vocabulary)) for w in words]))
@@ -871,6 +862,7 @@ class BM25Retriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The best k passages of every query whose score is above 0, by (score descending, id ascending)."""
+        _check_queries(queries)
         _check_k(k)
         done: dict[str, Hits] = {}
         for query in dict.fromkeys(queries):
@@ -940,9 +932,10 @@ class HybridRetriever:
             raise RetrieverError(f"depth is {depth}; shorter lists lose what one side finds. Give 50 or more.")
         if len(weights) != 2 or min(weights) < 0:
             raise RetrieverError(f"weights are {list(weights)}; give two numbers from 0 up, for dense and BM25")
-        if len(dense.passage_ids) != len(bm25.passage_ids):
+        if list(dense.passage_ids) != list(bm25.passage_ids):
             raise RetrieverError(f"the dense index holds {len(dense.passage_ids):,} passages, BM25 "
-                                 f"{len(bm25.passage_ids):,}; both must index one corpus. Build both with kind=hybrid.")
+                                 f"{len(bm25.passage_ids):,}, and their ids differ; both must index one corpus. Build "
+                                 "both with kind=hybrid.")
         self.dense, self.bm25, self.depth, self.k, self.weights = dense, bm25, depth, k, tuple(weights)
         self.passage_ids = dense.passage_ids
 
@@ -973,12 +966,170 @@ class HybridRetriever:
         return rank if best > 0 and rank <= cutoff else None
 
 
+class RetrieverAway(RetrieverError):
+    """A retrieval service gave no usable answer, however often it was asked: a technical failure, not bad input."""
+
+    exit_status = 1
+
+
+class RemoteIds:
+    """The ids of a served index: `id in ids`, `len(ids)`; `ids.among(many)` asks for many at once.  Keeps answers."""
+
+    def __init__(self, remote: RemoteRetriever):
+        self._remote, self._known = remote, {}
+
+    def __len__(self) -> int:
+        return self._remote.health["count"]
+
+    def __contains__(self, id_: object) -> bool:
+        return isinstance(id_, str) and bool(self.among([id_]))
+
+    def among(self, ids: Iterable[str]) -> set[str]:
+        """Those of `ids` that are in the index."""
+        ids = list(dict.fromkeys(ids))
+        unknown = [id_ for id_ in ids if id_ not in self._known]
+        for start in range(0, len(unknown), 10_000):
+            part = unknown[start:start + 10_000]
+            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", len(part), bool))
+        return {id_ for id_ in ids if self._known[id_]}
+
+
+class RemoteRetriever:
+    """The retriever that serve.py serves at `url`, with the same methods.  Standard library alone; no proxy is used.
+
+    What can pass (no connection, a reset, a time-out, a status of 5xx, 408 or 429, an answer that is not the JSON that
+    was asked for or has another count) is tried again `retries` times, after `backoff` seconds, doubling up to 30: a
+    restart of the server costs time and nothing else.  Then it is RetrieverAway, which names url and status.  A request
+    that the server refuses (other 4xx) is a RetrieverError with its reason at once.
+    """
+
+    def __init__(self, url: str, timeout: float = 120.0, retries: int = 8, backoff: float = 1.0, batch: int = 128):
+        """timeout: seconds for one answer; batch: queries of one request, where the server allows as many."""
+        self.url, self.timeout, self.retries, self.backoff = url.rstrip("/"), timeout, retries, backoff
+        if not re.match(r"https?://[^/]", self.url) or not timeout > 0 or retries < 0 or not backoff >= 0 or batch < 1:
+            raise RetrieverError(f"url is {url!r}, timeout {timeout}, retries {retries}, backoff {backoff}, batch "
+                                 f"{batch}; give a url such as http://127.0.0.1:8000, and timeout and batch above 0")
+        self.counts: dict[str, int] = {"truncated": 0, "retries": 0, "failed": 0}
+        self._opener = urllib.request.OpenerDirector()  # bare: no proxies, no redirects, a status is not an exception
+        for handler in (urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+            self._opener.add_handler(handler())
+        self.health = self.ask("health", None, None, 0, None)
+        self.batch = min(batch, self.health["max_batch"])
+        self.passage_ids = RemoteIds(self)
+
+    def _post(self, path: str, body: dict | None) -> Any:
+        """One try: the JSON of the answer, or of GET where there is no body."""
+        url, deadline, chunks = f"{self.url}/{path}", time.monotonic() + self.timeout, []
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            with self._opener.open(request, timeout=self.timeout) as response:
+                while chunk := response.read1(1 << 20):
+                    chunks.append(chunk)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("timed out")
+                status, text = response.status, b"".join(chunks).decode("utf-8", "replace")
+        except (OSError, HTTPException) as e:  # refused, reset, timed out, cut short
+            reason = getattr(e, "reason", e)
+            raise RetrieverAway(f"{url} does not answer within {self.timeout:g} s ({type(reason).__name__}: "
+                                f"{reason})") from e
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        said = answer["detail"] if isinstance(answer, dict) and "detail" in answer else " ".join(text[:200].split())
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            raise RetrieverError(f"{url} refused the request with status {status}: {said}")
+        if status != 200:
+            raise RetrieverAway(f"{url} answered with status {status}: {said}")
+        if not isinstance(answer, dict):
+            raise RetrieverAway(f"{url} answered with status {status}, but not with a JSON object: {said!r}. Is that "
+                                "address serve.py's, and nothing between that puts its own page there?")
+        return answer
+
+    def ask(self, path: str, body: dict | None, key: str | None, count: int, read: Callable | None,
+            tries: int | None = None) -> Any:
+        """The `count` entries of `key`, each through `read`; the whole answer where there is no key."""
+        tries = 1 + self.retries if tries is None else tries
+        for attempt in range(tries):
+            if attempt:
+                if attempt == 1:
+                    print(f"warning: {problem}; trying again, at most {tries - 1} times", file=sys.stderr, flush=True)
+                self.counts["retries"] += 1
+                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
+            try:
+                answer = self._post(path, body)
+                try:
+                    if key is None:
+                        return answer | {k: int(answer[k]) for k in ("count", "max_batch", "max_query_chars")}
+                    if len(answer[key]) == count:
+                        return [read(entry) for entry in answer[key]]
+                    wrong = f"{len(answer[key])} entries instead of {count}"
+                except (KeyError, TypeError, ValueError) as e:
+                    wrong = f"{type(e).__name__}: {e}"
+                raise RetrieverAway(f"{self.url}/{path} answered with status 200, but not as serve.py does ({wrong})")
+            except RetrieverAway as e:
+                problem = e
+        raise RetrieverAway(f"{problem} (asked {tries} times). Look at the server, or start it again.") from problem
+
+    def _cut(self, queries: Sequence[str]) -> list[str]:
+        """No query longer than the server takes: far beyond what a retriever reads of one."""
+        most = self.health["max_query_chars"]
+        self.counts["truncated"] += sum(len(query) > most for query in queries)
+        return [query[:most] for query in queries]
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """The best k passages of every query, as the served retriever orders them.  RetrieverAway: no answer."""
+        _check_k(k)
+        queries, out = self._cut(queries), []
+        for start in range(0, len(queries), self.batch):
+            part = queries[start:start + self.batch]
+            out += self.ask("hits", {"queries": part, "k": k}, "hits", len(part),
+                            lambda hits: [(str(id_), float(score)) for id_, score in hits])
+        return out
+
+    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
+        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on NaN and for a request without answer.
+
+        RetrieverAway: no request had an answer.  After one without, the next gets one try until the server is back.
+        """
+        _check_k(cutoff, "cutoff")
+        if len(queries) != len(gold_ids):
+            raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
+        queries, golds = self._cut(queries), [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+        out, failed, problem, away = [], 0, None, False
+
+        def read(rank: Any) -> Any:
+            if rank == "failed":
+                return FAILED
+            if rank is not None and not (type(rank) is int and 1 <= rank <= cutoff):
+                raise ValueError(f"{rank!r} is no rank")
+            return rank
+
+        for start in range(0, len(queries), self.batch):
+            part = slice(start, start + self.batch)
+            body = {"queries": queries[part], "gold_ids": golds[part], "cutoff": cutoff}
+            count = len(body["queries"])
+            try:
+                out += self.ask("gold_ranks", body, "ranks", count, read, tries=1 if away else None)
+                away = False
+            except RetrieverAway as e:
+                out += [FAILED] * count
+                failed, problem, away = failed + count, e, True
+        self.counts["failed"] += failed
+        if problem is not None:
+            if failed == len(queries):
+                raise problem
+            print(f"no rank for {failed} of {len(queries)} queries: {problem}", file=sys.stderr, flush=True)
+        return out
+
+
 # ------------------------------------------------------------------------------------------------- configuration, entry
 
 @dataclass
 class RetrieverConfig:
-    kind: Literal["bm25", "dense", "hybrid"] = "bm25"
-    """which retriever: words (bm25), vectors (dense), or both fused (hybrid)"""
+    kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
+    """which retriever: words (bm25), vectors (dense), both fused (hybrid), or what serve.py serves elsewhere (remote)"""
     corpus: str = ""
     """corpus file (JSONL or TSV): what an index is built from; without a saved one, BM25 is built from it in memory"""
     index: str = ""
@@ -1015,6 +1166,14 @@ class RetrieverConfig:
     """hybrid: the constant of reciprocal rank fusion"""
     weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
     """hybrid: weights of dense and BM25"""
+    url: str = ""
+    """remote: address of the server, such as http://127.0.0.1:8000"""
+    timeout: float = 120.0
+    """remote: seconds for the answer to one request"""
+    retries: int = 8
+    """remote: further tries of a request, after 1, 2, 4, … up to 30 seconds: 8 bridge a restart of about two minutes"""
+    request_queries: int = 128
+    """remote: queries of one request"""
 
 
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder]:
@@ -1025,8 +1184,11 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder]:
                         query_length=cfg.query_length, passage_length=cfg.passage_length)
 
 
-def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | HybridRetriever:
+def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
     """The retriever a config describes: its saved indexes, or BM25 in memory from the corpus where none is saved."""
+    if cfg.kind == "remote":
+        return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
+
     def bm25() -> BM25Retriever:
         folder = Path(cfg.index, "bm25")
         if cfg.corpus and not (cfg.index and folder.is_dir()):
@@ -1052,7 +1214,7 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
     """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where the same index stood there)."""
     folder = Path(folder)
     ids, corpus_print = _survey(corpus)
-    with _only_builder(folder.parent):
+    with only_writer(os.fspath(folder.parent), folder.name):
         if (meta := _read_meta(folder)) is not None:
             _same(folder, meta, {"corpus": corpus_print}, "Choose another folder, or delete this one.")
             return len(BM25Retriever.open(folder, k1, b).passage_ids), 0
@@ -1062,6 +1224,8 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
 
 def main(cfg: RetrieverConfig) -> dict:
     """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; what is finished there is left alone."""
+    if cfg.kind == "remote":
+        raise RetrieverError("kind=remote has no index here; build it where serve.py runs, with the kind it serves")
     if not cfg.corpus or not cfg.index:
         raise RetrieverError(f"building needs corpus and index; corpus is {cfg.corpus!r}, index {cfg.index!r}. Give "
                              "corpus=FILE index=FOLDER.")
@@ -1075,6 +1239,7 @@ def main(cfg: RetrieverConfig) -> dict:
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *_load(cfg), cfg.shard_size, cfg.batch_tokens)
         count, indexed, dim = len(index.ids), index.encoded, index.size
         truncated = sum(shard["truncated"] for shard in index.meta["shards"])
+    save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())
     return {"kind": cfg.kind, "index": cfg.index, "count": count, "dim": dim, "indexed": indexed,

@@ -69,9 +69,7 @@ class Rollout:
 
     prompt_ids: list[int]
     response_ids: list[int]  # as sampled, end token included
-    logprobs: list[
-        float
-    ]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: renormalised over what was kept)
+    logprobs: list[float]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: of what was kept)
     loss_mask: list[int]  # 1 where the model wrote the token
     group_id: int  # index of the prompt in the call
     end: str  # "eos", "stop", "length", or "engine_error": non-finite logits, to be excluded and counted, never scored
@@ -154,9 +152,7 @@ class _KVCache:
     def __init__(self, rows: int, capacity: int):
         self.rows, self.capacity = rows, capacity
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (1, K, P, D) keys and values
-        self.slots: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # layer → (rows, K, capacity, D), allocated by the first prompt
+        self.slots: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (rows, K, capacity, D), made by the first prompt
         self.lengths: list[int] = []  # positions in use, of the rows that run
         self.prefix_length = 0
 
@@ -175,10 +171,8 @@ class _KVCache:
         """The next pass computes one token a row; returns their positions (R, 1)."""
         self.at = torch.tensor(self.lengths, device=device)
         self.lengths = [n + 1 for n in self.lengths]
-        longest = max(self.lengths)
-        self.hidden = (
-            torch.arange(longest, device=device) > self.at[:, None]
-        )  # (R, S) not there yet, or another's remains
+        places = torch.arange(max(self.lengths), device=device)
+        self.hidden = places > self.at[:, None]  # (R, S) not there yet, or another's remains
         self.index = torch.arange(len(self.lengths), device=device)
         self.write = self._write_step
         return self.at[:, None] + self.prefix_length
@@ -313,9 +307,8 @@ def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[T
     kept = top.masked_fill(before >= top_p[:, None], float("-inf"))
     kept[:, 0] = top[:, 0]
     choice = _invert(kept.exp(), uniform)[:, None]
-    return order.gather(-1, choice).squeeze(-1), (kept.gather(-1, choice) - kept.logsumexp(-1, keepdim=True)).squeeze(
-        -1
-    )
+    logprobs = kept.gather(-1, choice) - kept.logsumexp(-1, keepdim=True)
+    return order.gather(-1, choice).squeeze(-1), logprobs.squeeze(-1)
 
 
 @dataclass
@@ -360,9 +353,7 @@ class TorchEngine:
         self.eos_ids, self.pad_id, self.tokenizer, self.max_batch = frozenset(eos_ids), pad_id, tokenizer, max_batch
         self.vocabulary = vocabulary
         limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")]
-        self.max_length = min(
-            (x for x in limits if x), default=1 << 30
-        )  # a window never slides: sequences end before it
+        self.max_length = min((x for x in limits if x), default=1 << 30)  # no window slides: sequences end before it
         self.stats = GenerateStats()
         self._asleep, self._half_copied = False, False
 
@@ -399,9 +390,7 @@ class TorchEngine:
         requests = []
         for group_id, (prompt, s) in enumerate(zip(prompts, samplings)):
             seed = s.seed if s.seed is not None else int(torch.randint(2**63 - 1, ()))
-            window = (
-                max((len(x.encode()) for x in s.stop), default=0) + 8
-            )  # a token holds a byte at least; the rest is slack
+            window = max((len(x.encode()) for x in s.stop), default=0) + 8  # a token is a byte at least; 8 for slack
             for i in range(s.n):
                 rollout = Rollout(list(prompt), [], [], [], group_id, "")
                 requests.append(_Request(rollout, s, random.Random(f"{seed}/{i}/{prompt}"), window))
@@ -410,11 +399,8 @@ class TorchEngine:
         def report() -> None:
             self.stats.seconds = time.perf_counter() - started
             if progress is not None:
-                progress(
-                    sum(bool(r.rollout.end) for r in requests),
-                    len(requests),
-                    self.stats.sampled_tokens / self.stats.seconds,
-                )
+                finished = sum(bool(r.rollout.end) for r in requests)
+                progress(finished, len(requests), self.stats.sampled_tokens / self.stats.seconds)
 
         # A group larger than the batch runs alone: its whole prompt is then the prefix, computed once for all passes.
         large = [p for p, group in waiting.items() if len(group) > self.max_batch]
@@ -521,9 +507,8 @@ class TorchEngine:
     def _hidden(self, ids: Sequence[Sequence[int]], positions: Tensor, cache: _KVCache) -> Tensor:
         """(B, S) ids at (B, S) positions → (B, S, hidden size) last hidden states; keys and values go to the cache."""
         tokens = torch.tensor(ids, device=self.device)
-        return self.model.get_decoder()(
-            input_ids=tokens, position_ids=positions, use_cache=False, kv=cache
-        ).last_hidden_state
+        decoder = self.model.get_decoder()
+        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden size) → (R, V) float32."""

@@ -13,11 +13,13 @@ elapsed() { printf '%dm%02ds' $((SECONDS / 60)) $((SECONDS % 60)); }
 
 setup() {  # $1: a requirements file
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || {
-    echo "error: $PYTHON is missing or older than 3.10; install Python, or name one: PYTHON=python3.11 ./run.sh …" >&2; exit 2; }
+    echo "error: $PYTHON is missing or older than 3.10; install Python, or name one: PYTHON=python3.11 ./run.sh …" >&2
+    exit 2; }
   local stamp="$VENV/.$(basename "$1").done"
-  if [ ! -x "$VENV/bin/python" ]; then
+  if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or killed in the making
     say "making the environment $VENV"
-    "$PYTHON" -m venv "$VENV" || { rm -rf "$VENV"; echo "error: no venv; on Debian: apt install python3-venv" >&2; exit 2; }
+    "$PYTHON" -m venv --clear "$VENV" || {
+      rm -rf "$VENV"; echo "error: no venv; on Debian: apt install python3-venv" >&2; exit 2; }
   fi
   if [ ! -f "$stamp" ] || [ requirements.txt -nt "$stamp" ] || [ "$1" -nt "$stamp" ]; then
     say "installing $1 (PyTorch is the large part)"
@@ -59,7 +61,8 @@ demo() {
 Files: data/demo (corpus, turns, qrels), $demo/sft (records, warm-up), $demo/grpo (metrics.jsonl, rollouts/, final/),
        $demo/*.jsonl (rewrites), $demo/evaluation (table.md, metrics.json, TREC runs).
 The table holds what the intervals allow and no more: few steps, 100 test turns.  To train for real, on a GPU:
-  torchrun --nproc-per-node 1 grpo.py --config configs/demo-grpo.yaml out=runs/long steps=200 prompts_per_step=32 group_size=8
+  torchrun --nproc-per-node 1 grpo.py --config configs/demo-grpo.yaml out=runs/long steps=200 prompts_per_step=32 \\
+    group_size=8
 EOF
 }
 

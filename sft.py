@@ -25,7 +25,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from data import DataError, Turn
 from distributed import Dist, print0
 from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, token_logprobs
 from retriever import RetrieverConfig, open_retriever
+from rollout import Sampling
 
 
 @dataclass
@@ -74,7 +74,7 @@ class SFTConfig:
     max_prompt_tokens: int = 4096
     """sample: turns with a longer few-shot prompt are not sampled, and counted"""
     max_rank: int = 1
-    """sample: keep responses whose gold passage is at this rank or above"""
+    """sample: keep responses whose gold passage is at this rank or a better one"""
     keep_per_turn: int = 1
     """sample: keep so many different responses of a turn; all but the first get query ids <id>#<sample>"""
     chunk: int = 64
@@ -118,8 +118,8 @@ class SFTConfig:
     """train: how many of the newest stay"""
 
 
-SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_response_tokens", "max_prompt_tokens", "max_rank",
-               "keep_per_turn")
+SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_response_tokens", "max_prompt_tokens",
+               "max_rank", "keep_per_turn")
 TRAIN_KEYS = ("seed", "target", "max_length", "heldout_fraction", "epochs", "sequences_per_step", "lr", "schedule",
               "warmup_fraction", "betas", "weight_decay", "max_grad_norm")  # what changes the result
 
@@ -133,7 +133,6 @@ class Diverged(RuntimeError):
 def begin_stage(cfg: SFTConfig, where: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
     """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
     if where.rank == 0:
-        os.makedirs(cfg.out, exist_ok=True)
         there = [path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.out), name))]
         if cfg.overwrite:
             for path in there:
@@ -197,14 +196,8 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], where: Dist) -
 
 def sample_settings(cfg: SFTConfig) -> dict:
     """What decides the records, files by their content."""
-    r = cfg.retriever
-    files = {"model": cfg.model, "turns": cfg.turns, "examples": cfg.examples, "retriever.corpus": r.corpus,
-             "retriever.encoder": r.encoder}
-    files |= {f"retriever.index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
-    speed = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size")
-    return ({key: [path, infer.fingerprint(path)] for key, path in files.items()}
-            | {key: getattr(cfg, key) for key in SAMPLE_KEYS}
-            | {f"retriever.{k}": v for k, v in dataclasses.asdict(r).items() if k not in speed})
+    files = {key: infer.named(getattr(cfg, key)) for key in ("model", "turns", "examples")}
+    return files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | infer.retriever_settings(cfg.retriever)
 
 
 def sample_records(cfg: SFTConfig, where: Dist) -> dict:
@@ -356,9 +349,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     for i, batch in enumerate(batches):
         if hasattr(model, "set_requires_gradient_sync"):  # one reduction a step
             model.set_requires_gradient_sync(i == len(batches) - 1)
-        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)  # each its own prompt; the instruction is shared
-        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask,
-                                  groups=(batch.prompt_lengths, rows))  # (B, T)
+        # Every row is a group of its own; what all prompts begin with, the instruction, is computed once.
+        groups = (batch.prompt_lengths, torch.arange(len(batch.tokens), device=batch.tokens.device))
+        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask, groups=groups)
         loss = -(logprobs * batch.loss_mask).sum() / tokens
         (loss * world).backward()  # FSDP averages over processes; a sum is meant
         total += loss.item()
@@ -393,41 +386,13 @@ def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
 
 
-@contextlib.contextmanager
-def signals_noted():
-    """Within the block SIGTERM and Ctrl-C are noted in a list and the step is finished; a second one stops at once."""
-    caught: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        caught.append(number)
-        if len(caught) > 1:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def begin_metrics(path: str, step: int) -> None:
-    """Keep the lines up to the step that is resumed from; a half-written last one goes too."""
-    rows = []
-    if step and os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f if line.endswith("\n")]
-    data.write_jsonl(path, [row for row in rows if row["step"] <= step])
-
-
 def log_step(path: str, row: dict, total: int, rest: str, where: Dist) -> None:
-    """A line of metrics.jsonl and one of the terminal (numbers that are not finite are null and nan)."""
+    """A line of metrics.jsonl and one of the terminal."""
     if where.rank == 0:
-        with open(path, "a", encoding="utf-8", newline="\n") as f:
-            f.write(json.dumps(row) + "\n")
+        data.append_metrics(path, row)
     forms = {"epoch": "d", "loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens": "d", "skipped": "d",
              "seconds": ".1f", "heldout_loss": ".4f", "heldout_accuracy": ".3f"}
-    shown = (f"{k} {math.nan if row[k] is None else row[k]:{form}}" for k, form in forms.items() if k in row)
+    shown = (f"{k} {row[k]:{form}}" for k, form in forms.items() if k in row)
     print0(" | ".join([f"step {row['step']:05d}/{total:05d}", *shown, rest]))
 
 
@@ -451,11 +416,11 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
         start, best, bad, skipped = (found[1][k] for k in ("step", "best", "bad", "skipped"))
         print0(f"train: resumed from {found[0]}, step {start} of {total}")
     if where.rank == 0:
-        begin_metrics(metrics, start)
+        data.begin_metrics(metrics, start)
     if start == 0 and heldout:
         log_step(metrics, {"step": 0} | heldout_loss(model, held_batches), total, "before training", where)
     began = time.monotonic()
-    with signals_noted() as caught:
+    with D.noted_signals() as noted:
         for step in range(start, total):
             clock = time.monotonic()
             batch = step_examples(rows, step, cfg)
@@ -466,8 +431,8 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             loss = sum(D.gather_objects(loss))
             finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
             bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
-            row = {"step": step + 1, "epoch": epoch, "loss": loss if math.isfinite(loss) else None, "lr": lr,
-                   "grad_norm": norm if finite else None, "tokens": tokens, "sequences": len(batch), "skipped": skipped}
+            row = {"step": step + 1, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens,
+                   "sequences": len(batch), "skipped": skipped}
             if epoch_ends:
                 held = heldout_loss(model, held_batches) if heldout else {}
                 row |= held
@@ -479,7 +444,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             if bad >= cfg.max_bad_steps:
                 raise Diverged(f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr (now "
                                f"{cfg.lr:g}) and begin anew with overwrite=true")
-            stop = max(D.gather_objects(caught[0] if caught else 0))  # all leave at the same step
+            stop = D.signal_of_any(noted)
             if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
                 D.save_checkpoint(cfg.out, step + 1, model, optimizer,
                                   {"best": best, "bad": bad, "skipped": skipped}, cfg.keep_checkpoints)
@@ -493,7 +458,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     """Train on the records; `<out>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
     path, final = cfg.records or os.path.join(cfg.out, "records.jsonl"), os.path.join(cfg.out, "final")
     turns, result_path = data.read_turns(path), os.path.join(cfg.out, "result.json")
-    files = {key: [name, infer.fingerprint(name)] for key, name in (("model", cfg.model), ("records", path))}
+    files = {"model": infer.named(cfg.model), "records": infer.named(path)}
     begin_stage(cfg, where, "train", files | {key: getattr(cfg, key) for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
     if result := read_result(result_path):
@@ -508,9 +473,15 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
            f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, {cfg.micro_batch_size} at a "
            f"time; {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
     model = load_causal_lm(cfg.model, torch.float32, where.device, cfg.gradient_checkpointing)
-    eos = data.eos_token_ids(tokenizer)
-    pad_id = data.pad_token_id(tokenizer, eos)
-    pad_id = pad_id if pad_id < model.get_input_embeddings().num_embeddings else eos[0]
+    vocabulary, longest = model.get_input_embeddings().num_embeddings, max(len(e.tokens) for e in examples)
+    if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
+        raise DataError(f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the "
+                        f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer that belongs "
+                        "to the model")
+    if longest > (positions := getattr(model.config, "max_position_embeddings", None) or longest):
+        raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions; set "
+                          f"max_length={positions} or less: longer rows are then dropped and counted")
+    pad_id = data.pad_token_id(tokenizer, data.eos_token_ids(tokenizer), vocabulary)
     D.shard_model(model, where, bf16=where.device.type == "cuda")
     result = {"model": final, "records": len(rows), "heldout": len(heldout), "dropped": sum(dropped.values()),
               **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
@@ -539,8 +510,14 @@ def check(cfg: SFTConfig) -> None:
     if not 0 <= cfg.heldout_fraction < 1 or not 0 <= cfg.warmup_fraction <= 1:
         raise ConfigError(f"heldout_fraction={cfg.heldout_fraction} must be in [0, 1) and warmup_fraction="
                           f"{cfg.warmup_fraction} in [0, 1]")
-    if len(cfg.betas) != 2:
-        raise ConfigError(f"betas={cfg.betas}; AdamW takes two")
+    for name in ("lr", "max_grad_norm"):
+        if not getattr(cfg, name) > 0:
+            raise ConfigError(f"{name}={getattr(cfg, name)}; it must be above 0")
+    if not 0 <= cfg.weight_decay < math.inf or cfg.lr == math.inf:
+        raise ConfigError(f"lr={cfg.lr} and weight_decay={cfg.weight_decay} must be finite, and not below 0")
+    if len(cfg.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.betas):
+        raise ConfigError(f"betas={cfg.betas}; AdamW takes two, in [0, 1)")
+    Sampling(temperature=cfg.temperature)  # its errors
 
 
 def main(cfg: SFTConfig) -> dict | None:
@@ -549,13 +526,14 @@ def main(cfg: SFTConfig) -> dict | None:
     where = D.setup()
     try:
         result: dict = {}
-        if cfg.stage != "train":
-            result["sample"] = sample_records(cfg, where)
-        gc.collect()  # the engine's model
-        if where.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if cfg.stage != "sample":
-            result["train"] = train(cfg, where)
+        with data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext():
+            if cfg.stage != "train":
+                result["sample"] = sample_records(cfg, where)
+            gc.collect()  # the engine's model
+            if where.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if cfg.stage != "sample":
+                result["train"] = train(cfg, where)
         return result if where.rank == 0 else None
     finally:
         D.cleanup()

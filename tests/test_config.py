@@ -324,6 +324,12 @@ def command(tmp_path_factory):
     return call
 
 
+def test_output_is_utf8_whatever_the_locale(command, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = command("what=fine")
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["é"] == 1, done.stderr
+
+
 def test_success_ends_with_one_json_line(command):
     done = command("what=fine", "part.k1=1.5")
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "working"

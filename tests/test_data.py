@@ -332,7 +332,7 @@ def test_atomic_folder_gives_the_old_folder_back_when_the_last_rename_fails(tmp_
     rename = os.rename
 
     def failing(source, target):
-        if str(source).endswith(".tmp"):
+        if str(source).endswith(f"{os.getpid()}.tmp"):
             raise OSError(28, "No space left on device")
         rename(source, target)
 
@@ -345,7 +345,7 @@ def test_atomic_folder_gives_the_old_folder_back_when_the_last_rename_fails(tmp_
 def test_atomic_folder_passes_over_the_remains_of_a_killed_process_of_the_same_number(tmp_path):
     path = tmp_path / "index"
     folder_with(path, "old")
-    for end in ("tmp", "old"):
+    for end in ("tmp", "old.tmp"):
         (tmp_path / f"index.{os.getpid()}.{end}").mkdir()
         (tmp_path / f"index.{os.getpid()}.{end}" / "rest.txt").write_text("x")
     folder_with(path, "new")
@@ -564,3 +564,35 @@ def test_example_trains_the_response_and_one_eos(pad_is_eos):
     assert trained[-1] == 2 and tokenizer.decode(trained[:-1]) == response and trained.count(2) == 1
     assert [tokens[0]] + [tokens[t + 1] for t in range(len(mask)) if not mask[t]] == prompt
     assert mask == sorted(mask)
+
+
+def test_only_one_process_writes_an_output(tmp_path):
+    out, other = tmp_path / "run", tmp_path / "o.jsonl.lock"
+    out.mkdir()
+    (out / "metrics").touch()
+    (out / "metrics.jsonl.123.tmp").write_text("half")  # what a killed writer leaves
+    (out / "checkpoint_000001.tmp").mkdir()  # not the name of one
+    with data.only_writer(str(out)):
+        assert sorted(p.name for p in out.iterdir()) == ["checkpoint_000001.tmp", "metrics"]
+        with pytest.raises(data.DataError, match="another process is writing .*run; wait"), data.only_writer(str(out)):
+            pass
+    (tmp_path / "o.jsonl.12.tmp").write_text("")
+    (tmp_path / "o.jsonl.meta.json.12.tmp").write_text("")
+    (tmp_path / "o.12.old.tmp").mkdir()  # another output's
+    with pytest.raises(RuntimeError), data.only_writer(str(tmp_path), "o.jsonl"):
+        with pytest.raises(data.DataError, match="o.jsonl"), data.only_writer(str(tmp_path), "o.jsonl"):
+            pass
+        with data.only_writer(str(tmp_path), "p.jsonl"):  # beside it others may write
+            assert other.exists()
+        raise RuntimeError
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.12.old.tmp", "run"]
+    with pytest.raises(KeyboardInterrupt), data.only_writer(str(tmp_path / "new")):
+        raise KeyboardInterrupt
+    with pytest.raises(data.DataError, match="metrics is a file"), data.only_writer(str(tmp_path / "run/metrics")):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_names_the_file():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        data.append_metrics("/dev/full", {"step": 1})

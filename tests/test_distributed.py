@@ -11,9 +11,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -764,3 +766,15 @@ def test_two_processes_export_one_whole_model(two):
     stock, report = AutoModelForCausalLM.from_pretrained(two[1] / "export", output_loading_info=True)
     assert not any(report.values())
     same({n: p.detach() for n, p in stock.named_parameters()}, torch.load(two[1] / "from_one.pt")["after"])
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+    """A scheduler signals the processes and torchrun, which sends it to them again; a later one is meant."""
+    with D.noted_signals() as noted:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert noted == [signal.SIGINT] * 2
+        now = time.monotonic()
+        monkeypatch.setattr(D.time, "monotonic", lambda: now + 3)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)

@@ -599,6 +599,7 @@ def test_the_wrong_index_is_an_error(searched):
         (["run=a.trec", "qrels=q", "cluster=conversation"], "cluster=conversation needs turns"),
         (["run=a.trec", "qrels=q", "samples=0"], "samples is 0"),
         (["run=a.trec", "qrels=q", "k=0"], "k is 0"),
+        (["run=a.trec", "qrels=q", f"out={__file__}"], "is a file; name a folder"),
         (["run=a.trec", "qrels=q", "cluster=turn"], "cluster='turn'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,6 +228,32 @@ def test_several_updates_on_a_batch_use_the_policy_before_the_first(where):
                        where)["clipped"] == 0
 
 
+def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
+    """Failed rollouts may leave fewer sequences than updates_per_batch: the update that gets none is no step, no fault."""
+    rollouts, advantages = make_batch()
+    after = []
+    for updates in (2, 3):
+        policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, weight_decay=0.1)
+        stats = grpo.update(policy, None, optimizer, collate_rollouts(rollouts[:2], advantages[:2], 0),
+                            grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), where)
+        assert stats["skipped"] == 0
+        after.append([D.full_tensor(p.detach()).clone() for p in policy.parameters()])
+    assert all(map(torch.equal, *after))
+
+
+def test_a_rank_whose_rollouts_all_failed_takes_part_without_training(where, monkeypatch):
+    rollouts = rollouts_of([(0, "x"), (0, "y")], end="engine_error")
+    cfg = grpo.GRPOConfig(kl_coef=0.5)
+    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(D, "gather_objects", lambda value: [value, True])  # the other rank has something to train on
+        batch, advantages = grpo.training_batch(rollouts, scores, 0, cfg, where)
+    assert advantages == [None, None] and not batch.loss_mask.any()
+    stats = gradients(cfg, [Rollout([5], [0], [0.0], [0], 0, "eos")], torch.zeros(1), where)["stats"]
+    assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
+
+
 def test_a_non_finite_gradient_skips_the_step(where):
     rollouts, advantages = make_batch()
     model = tiny.tiny_lm(seed=1)
@@ -291,7 +318,7 @@ def test_an_engine_error_is_left_out():
     assert grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
 
 
-def test_a_step_in_which_everything_failed_stops_with_a_reason():
+def test_a_step_in_which_everything_failed_stops_with_a_reason(where):
     rollouts = rollouts_of([(0, "x")], end="engine_error")
     scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
     with pytest.raises(grpo.Stopped, match="failed"):
@@ -349,6 +376,51 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
     assert "stopped by signal 15" in out and len(list((world / "terminated").glob("checkpoint_*"))) == 1
 
 
+def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, finished, where, monkeypatch):
+    shutil.copytree(world / "whole", world / "changed")
+    shutil.copy(world / "train.jsonl", world / "same.jsonl")
+    monkeypatch.chdir(world)
+
+    def resume(*more):
+        run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("changed"), *more]), where)
+        return run, grpo.resume(run)
+
+    for more, words in [("lr=1e-4", "lr was 0.001 and is 0.0001"), ("train=dev.jsonl", "train was 'train.jsonl' and is"),
+                        ("retriever.k1=0.5", "retriever.k1 was 0.9 and is 0.5"), ("steps=3", "has 4 steps done")]:
+        with pytest.raises(config.ConfigError, match=words):
+            resume(more)
+    (world / "changed/rollouts/step_000009.jsonl").write_text("of a step that is taken again")
+    (world / "changed/rollouts/step_000004.jsonl.12.tmp").write_text("half")
+    with open(world / "changed/metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "rew')  # a kill in the middle of the line
+    run, done = resume("steps=9", "micro_batch_size=2", "retriever.device=cpu", "model=./lm", "train=same.jsonl")
+    assert done == 4 and [row["step"] for row in run.history] == [1, 2, 3, 4]
+    assert sorted(os.listdir("changed/rollouts")) == [f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)]
+    state = world / "changed/checkpoint_000004/state.json"
+    state.write_text(json.dumps({"step": 4, "best": {}}))
+    with pytest.raises(config.ConfigError, match="no checkpoint of grpo.py"):
+        resume()
+    for folder in (world / "changed").glob("checkpoint_*"):
+        shutil.rmtree(folder)
+    with pytest.raises(config.ConfigError, match="finished run without a checkpoint"):
+        resume()
+    assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 5  # nothing of it is lost
+
+
+def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch):
+    """Three bad steps in a row stop it, wherever the kill came; null in the log is not a number."""
+    shutil.copytree(world / "whole", world / "bad")
+    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in data.begin_metrics(world / "whole/metrics.jsonl", 4)]
+    data.write_jsonl(world / "bad/metrics.jsonl", rows)
+    monkeypatch.chdir(world)
+    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), where)
+    grpo.resume(run)
+    with pytest.raises(grpo.Stopped, match="not finite in three steps"):
+        grpo.guard(run)
+    run.history = [row | {"skipped": 0} for row in run.history * 5]
+    grpo.guard(run)
+
+
 def test_two_processes_take_the_same_steps_as_one(world, finished):
     done = run(world, "double", processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -380,10 +452,14 @@ def test_grpo_learns_to_name_what_is_rewarded(world):
     ("group_size=1", ["group_size=1", "at least 2"]), ("train=missing.jsonl", ["missing.jsonl"]), ("model=./nowhere", ["nowhere"]),
     ("temperature=0", ["temperature"]), ("retriever.corpus=", ["corpus"]), ("group_sise=4", ["group_size"]),
     ("max_response_tokens=5000", ["2048 positions"]), ("train=foreign.jsonl", ["elsewhere-1", "foreign.jsonl"]), ("train=", ["train"]),
+    ("lr=-1", ["lr=-1"]), ("lr=.inf", ["lr=inf"]), ("max_grad_norm=-1", ["max_grad_norm"]), ("kl_limit=.inf", ["kl_limit"]),
+    ("weight_decay=-1", ["weight_decay"]), ("malformed_reward=.inf", ["malformed_reward"]), ("warmup_steps=-1", ["warmup"]),
+    ("out=corpus.jsonl", ["corpus.jsonl is a file"]), ("model=window", ["16 positions"]),
     ("train=empty.jsonl", ["empty.jsonl"]), ("train=bad.jsonl", ["bad.jsonl:2"]), ("clip_eps=2", ["clip_eps"])])
 def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, words):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     data.write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
+    tiny.tiny_lm(world / "window", use_sliding_window=True, sliding_window=16)
     (world / "empty.jsonl").write_text("")
     (world / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n{broken\n")
     monkeypatch.chdir(world)

@@ -143,6 +143,32 @@ def test_an_output_never_mixes_two_settings(lm, tmp_path, scripted):
     assert engine.asked == ["one", "three"]
 
 
+def test_two_runs_never_write_the_same_output(lm, tmp_path, scripted):
+    """The second would take the first one's part file away, and the first would end with lines missing."""
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "question a"})
+    scripted({"question a": response("a")})
+    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
+    with data.only_writer(str(tmp_path), "o.jsonl"), pytest.raises(data.DataError, match="another process is writing"):
+        infer.main(cfg)
+    with data.only_writer(str(tmp_path), "other.jsonl"):
+        assert infer.main(cfg)["lines"] == 1
+
+
+def test_a_part_that_is_not_seen_is_an_error_not_a_shorter_file(lm, tmp_path):
+    """Processes of several machines without a common folder."""
+    cfg = infer.InferConfig(model=lm, out=str(tmp_path / "o.jsonl"))
+    with pytest.raises(data.DataError, match="0 of 2 lines are there; all processes must see the same folder"):
+        infer.finish(cfg, {"a": [1], "b": [2]}, CPU)
+    assert not os.path.exists(cfg.out)
+
+
+def test_settings_differ_by_content_and_in_every_part():
+    before = {"model": ["a", "digest"], "betas": [0.9, 0.95], "lr": 1.0}
+    assert infer.changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
+    assert infer.changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
+    assert infer.changed_setting(before, {"betas": [0.8, 0.95]}) == "betas was [0.9, 0.95] and is [0.8, 0.95]"
+
+
 def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
     data.write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
                                                   "think": "Ann", "rewrite": "when was Ann born?"}])
@@ -218,6 +244,8 @@ def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
             ([f"model={lm}", f"turns={turns}", out, "max_response_token=3"], "max_response_tokens"),
             ([f"model={lm}", f"turns={turns}", out + "x", "max_response_tokens=4096"], "2048 positions"),
             ([f"model={lm}", f"turns={turns}", f"out={turns}"], "turns file itself"),
+            ([f"model={lm}", f"turns={turns}", f"out={tmp_path}"], "is a folder"),
+            ([f"model={tmp_path}/nothing", f"turns={turns}", out, "top_p=2"], "top_p=2"),
             ([f"turns={turns}", out], "model is empty")]:
         status, err = exit_status(arguments, capsys)
         assert status == 2 and text in err and "Traceback" not in err, (arguments, err)

@@ -190,3 +190,16 @@ def test_citation_is_valid_enough_to_cite():
     assert all({"family-names", "name", "alias"} & author.keys() for author in cff["authors"])
     for reference in cff.get("references", []):
         assert {"type", "title", "authors"} <= reference.keys()
+
+
+def test_an_environment_without_pip_is_made_again(tmp_path):
+    """Killed between its making and that of its pip, an environment would fail every later ./run.sh."""
+    (tmp_path / "run.sh").write_text((ROOT / "run.sh").read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    asked = tmp_path / "asked"
+    for path, status in ((tmp_path / ".venv/bin/python", 1), (tmp_path / "python", 0)):
+        path.write_text(f'#!/bin/sh\necho "$@" >> "{asked}"\nexit {status}\n')
+        path.chmod(0o755)
+    subprocess.run(["bash", "run.sh", "setup"], cwd=tmp_path, env=os.environ | {"PYTHON": str(tmp_path / "python")},
+                   capture_output=True)
+    assert "-m venv --clear .venv" in asked.read_text()

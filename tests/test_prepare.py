@@ -16,6 +16,7 @@ import time
 
 import pytest
 
+import demo_data
 import prepare
 from data import DataError, read_corpus, read_examples, read_turns
 from prepare import DemoConfig, ModelConfig
@@ -87,7 +88,7 @@ def test_more_turns_than_facts_is_an_error_that_gives_the_number(tmp_path):
 
 
 def test_splits_share_no_conversation_and_no_entity(turns):
-    owner = {f.id: (e.kind, e.name) for e in prepare.read_tables(prepare.TABLES, 0) for f in e.facts.values()}
+    owner = {f.id: (e.kind, e.name) for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
     conversations = {s: {t.conversation_id for t in ts} for s, ts in turns.items()}
     entities = {s: {owner[t.gold_ids[0]] for t in ts} for s, ts in turns.items()}
     for a, b in (("train", "dev"), ("train", "test"), ("dev", "test")):
@@ -118,7 +119,7 @@ def test_qrels_say_what_the_turns_say(folder, turns):
 
 def test_a_fact_stated_twice_has_two_golds(corpus):
     """"Which country is Paris in?" is also answered by the passage on the capital of France."""
-    facts = {(e.name, f.aspect): f for e in prepare.read_tables(prepare.TABLES, 0) for f in e.facts.values()}
+    facts = {(e.name, f.aspect): f for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
     assert facts["Paris", "country"].gold_ids == [facts["Paris", "country"].id, facts["France", "capital"].id]
     assert len(facts["France", "capital"].gold_ids) == 1  # "Paris is a city in France" does not name the capital
     assert len(facts["Kilimanjaro", "country"].gold_ids) == 2
@@ -140,7 +141,7 @@ def test_rewrites_name_what_they_ask_about_and_questions_often_do_not(corpus, tu
 
 def test_the_conversations_hold_what_makes_them_hard(turns):
     """Pronouns, noun phrases that go back, ellipsis and switches of entity, each in a fair share of the later turns."""
-    owner = {f.id: e for e in prepare.read_tables(prepare.TABLES, 0) for f in e.facts.values()}
+    owner = {f.id: e for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
     everything = [t for ts in turns.values() for t in ts]
     later = [(before, t) for before, t in itertools.pairwise(everything) if t.turn > 1]
     words = [set(t.question.lower().strip("?").split()) for _, t in later]
@@ -199,7 +200,7 @@ def test_known_facts_are_in_the_corpus(corpus, title, value, word):
 
 
 def test_every_cell_of_the_tables_is_one_passage(corpus):
-    entities = prepare.read_tables(prepare.TABLES, 0)
+    entities = demo_data.read_tables(demo_data.TABLES, 0)
     facts = [f for e in entities for f in e.facts.values()]
     assert len(facts) == len(corpus) and all(f.value.lower() in corpus[f.id].text.lower() for f in facts)
     assert len({(e.kind, e.name) for e in entities}) == len(entities)
@@ -210,7 +211,7 @@ def test_every_cell_of_the_tables_is_one_passage(corpus):
 
 def test_examples_are_terse_and_not_about_the_corpus(corpus):
     """SmolLM2 keeps the format when the thinking is just the resolved reference; a known entity would leak the test."""
-    examples = read_examples(f"{prepare.TABLES}/examples.jsonl")
+    examples = read_examples(f"{demo_data.TABLES}/examples.jsonl")
     assert len(examples) >= 3
     for e in examples:
         assert len(e.response.split("</think>")[0].removeprefix("<think>").split()) <= 6
@@ -232,6 +233,10 @@ def test_synthetic_passages_are_marked_streamed_and_never_gold(folder, tmp_path)
     assert seconds < 20  # a million in about a quarter of a minute
     with pytest.raises(DataError, match="between 0 and 1,000,000"):
         prepare.demo(DemoConfig(out=f"{tmp_path}/x", extra_passages=-1))
+    with pytest.raises(DataError, match="dev_turns=-1"):
+        prepare.demo(DemoConfig(out=f"{tmp_path}/x", dev_turns=-1))
+    with pytest.raises(DataError, match="out is empty"):
+        prepare.demo(DemoConfig(out=""))
 
 
 def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tmp_path):
@@ -252,10 +257,10 @@ def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tm
 
 
 def test_reference_forms():
-    assert prepare.named("Dickens").possessive == "Dickens'" and prepare.named("Verdi").possessive == "Verdi's"
-    fact = next(e for e in prepare.read_tables(prepare.TABLES, 0) if e.name == "Jane Austen").facts["nationality"]
+    assert demo_data.named("Dickens").possessive == "Dickens'" and demo_data.named("Verdi").possessive == "Verdi's"
+    fact = next(e for e in demo_data.read_tables(demo_data.TABLES, 0) if e.name == "Jane Austen").facts["nationality"]
     assert fact.say("{s} {be} {a} {v} {noun}.") == "Jane Austen was an English novelist."
-    assert fact.say("Is {s} {v}, and {p} book?", prepare.PRONOUNS["she"]) == "Is she English, and her book?"
+    assert fact.say("Is {s} {v}, and {p} book?", demo_data.PRONOUNS["she"]) == "Is she English, and her book?"
 
 
 # ----------------------------------------------------------------------------------------------------- the command

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
 
 import retriever as R
-from data import Passage
+from data import DataError, Passage, only_writer
 from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, HybridRetriever, Index, PassageIds,
                        RetrieverConfig, RetrieverError, build_index, encode, exact_gold_ranks, exact_search,
                        load_encoder, mean_pool, open_index, open_retriever, refuse_nonfinite, rrf, truncate_ids)
@@ -515,7 +515,7 @@ def test_killed_build_goes_on_byte_identical(tmp_path):
 
 def test_two_builders_do_not_share_a_folder(tmp_path):
     tiny_encoder(tmp_path / "e")
-    with R._only_builder(tmp_path / "i"), pytest.raises(RetrieverError, match="another process"):
+    with only_writer(str(tmp_path / "i")), pytest.raises(DataError, match="another process"):
         build_index(tmp_path / "i", passages(3), *load_encoder(str(tmp_path / "e")))
 
 
@@ -709,6 +709,9 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
             HybridRetriever(dense, bm25, **change)
     with pytest.raises(RetrieverError, match="one corpus"):
         HybridRetriever(dense, BM25Retriever(plain(texts[:3])))
+    other = [Passage(f"{p.id}x", p.title, p.text) for p in plain(texts)]
+    with pytest.raises(RetrieverError, match="their ids differ"):
+        HybridRetriever(dense, BM25Retriever(other))
 
 
 # ---------------------------------------------------------------------------------------------------------- entry point

@@ -427,6 +427,8 @@ def test_all_samples_then_trains_and_an_empty_yield_is_an_error(lm, tmp_path, mo
 
 def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
+    tiny_lm(tmp_path / "small", vocab=100)
+    tiny_lm(tmp_path / "short", max_position_embeddings=64)
     out = f"out={tmp_path / 'o'}"
     train = ["stage=train", f"model={lm}", out]
     for arguments, text in [
@@ -436,6 +438,13 @@ def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
             (["stage=train", f"model={tmp_path}/no", out, f"records={records}"], "no tokenizer"),
             ([*train, f"records={records}", "epochs=0"], "epochs=0"),
             ([*train, f"records={records}", "lr=fast"], "lr"),
+            ([*train, f"records={records}", "lr=-1"], "lr=-1"),
+            ([*train, f"records={records}", "weight_decay=-1"], "weight_decay"),
+            ([*train, f"records={records}", "max_grad_norm=0"], "max_grad_norm"),
+            ([*train, f"records={records}", "betas=[0.9, 2]"], "betas"),
+            (["stage=train", f"model={tmp_path}/small", out, f"records={records}"], "outside the vocabulary of 100"),
+            (["stage=train", f"model={tmp_path}/short", out, f"records={records}"], "set max_length=64"),
+            ([f"model={lm}", out, "turns=t", "examples=e", "temperature=-1"], "temperature"),
             ([*train, f"records={records}", "heldout_fraction=1"], "heldout_fraction"),
             ([f"model={lm}", out], "turns is empty")]:
         status, err = exit_status(arguments, capsys, sft, sft.SFTConfig)
