@@ -243,9 +243,12 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
     corpus), or no turn left.
     """
     kept = [t for t in turns if t.gold_ids]
+    golds = {g for t in kept for g in t.gold_ids}
+    among = getattr(passage_ids, "among", None)  # a served index is asked once for all
+    known = among(golds) if among else {g for g in golds if g in passage_ids}
     for t in kept:
         for g in t.gold_ids:
-            if g not in passage_ids:
+            if g not in known:
                 raise DataError(f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; "
                                 "use the corpus these turns were made from")
     if not kept:
@@ -378,11 +381,9 @@ def begin_metrics(path: str, step: int) -> list[dict]:
 
 def append_metrics(path: str, row: dict) -> None:
     """Add a row of figures to a log; those that are not finite, which JSON lacks, become null."""
-    def figure(value: Any) -> Any:
-        return (float(f"{value:.8g}") if math.isfinite(value) else None) if isinstance(value, float) else value
-
+    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
     with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
-        f.write(json.dumps({key: figure(value) for key, value in row.items()}) + "\n")
+        f.write(json.dumps(finite) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts

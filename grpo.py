@@ -730,7 +730,8 @@ def summary(run: Run) -> dict:
 def checkpoint(run: Run, step: int) -> None:
     """Write a resumable checkpoint."""
     folder = D.save_checkpoint(run.cfg.out, step, run.policy, run.optimizer,
-                               {"best": run.best, "settings": run.settings}, run.cfg.keep_checkpoints)
+                               {"best": run.best, "config": config.to_dict(run.cfg), "settings": run.settings},
+                               run.cfg.keep_checkpoints)
     D.print0(f"checkpoint {folder}")
 
 
@@ -765,7 +766,7 @@ def main(cfg: GRPOConfig) -> dict | None:
             log_step(run, row, rows)
             if last or signalled or (step + 1) % cfg.save_every == 0:
                 checkpoint(run, step + 1)
-            if signalled:
+            if signalled and not last:
                 D.print0(f"stopped by signal {signalled} after step {step + 1} of {run.steps}; "
                          "the same command continues")
                 raise SystemExit(128 + signalled)

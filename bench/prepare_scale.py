@@ -9,6 +9,7 @@ takes the time.  The command runs in a process of its own: the peak is that proc
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -42,14 +43,14 @@ def write_source(folder: str, rows: int) -> int:
     """The five official files, `rows` passages; the bytes of the passage file."""
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(30_000)] + ['"said"', "a\tb"]
-    pool = [" ".join(rng.choices(words, k=100)) for _ in range(2000)]
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(30_000)] + ['"said"', "a\tb"] * 50
+    quoted = io.StringIO()
+    csv.writer(quoted, delimiter="\t", lineterminator="\n").writerows([" ".join(rng.choices(words, k=200))] for _ in range(4000))
+    texts = quoted.getvalue().splitlines()  # as the official file has them: quoted where they hold a quote or a tab
     os.makedirs(f"{folder}/retriever/all_history")
     with open(f"{folder}/full_wiki_segments.tsv", "w", encoding="utf-8", newline="") as f:
-        writer = csv.writer(f, delimiter="\t", lineterminator="\n")
-        writer.writerow(["id", "text", "title"])
-        for i in range(1, rows + 1):
-            writer.writerow([i, f"{rng.choice(pool)} {rng.choice(pool)}", f"Article {i // 8} [SEP] Section {i % 8}"])
+        f.write("id\ttext\ttitle\n")
+        f.writelines(f"{i}\t{texts[i * 7919 % 4000]}\tArticle {i // 8} [SEP] Section {i % 8}\n" for i in range(1, rows + 1))
     for split in ("train", "dev"):
         turns, golds = [], []
         for turn in range(1, 13):

@@ -378,7 +378,8 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
 
 def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, finished, where, monkeypatch):
     shutil.copytree(world / "whole", world / "changed")
-    shutil.copy(world / "train.jsonl", world / "same.jsonl")
+    (world / "elsewhere").mkdir()
+    shutil.copy(world / "train.jsonl", world / "elsewhere")
     monkeypatch.chdir(world)
 
     def resume(*more):
@@ -393,7 +394,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     (world / "changed/rollouts/step_000004.jsonl.12.tmp").write_text("half")
     with open(world / "changed/metrics.jsonl", "a") as f:
         f.write('{"step": 5, "rew')  # a kill in the middle of the line
-    run, done = resume("steps=9", "micro_batch_size=2", "retriever.device=cpu", "model=./lm", "train=same.jsonl")
+    run, done = resume("steps=9", "micro_batch_size=2", "retriever.device=cpu", "model=./lm", "train=elsewhere/train.jsonl")
     assert done == 4 and [row["step"] for row in run.history] == [1, 2, 3, 4]
     assert sorted(os.listdir("changed/rollouts")) == [f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)]
     state = world / "changed/checkpoint_000004/state.json"

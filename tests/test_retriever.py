@@ -30,7 +30,7 @@ from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, Hyb
 from tiny import tiny_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
-LATER = dict.fromkeys(("ret-28", "ret-30", "ret-32", "ret-34"), "needs serve.py and RemoteRetriever, which come later")
+LATER = dict.fromkeys(("ret-28", "ret-30", "ret-32", "ret-34"), "of the retriever over HTTP: in test_serve.py")
 WORDS = "red blue green fox dog bird tree wine river stone cloud music paper engine garden winter".split()
 
 
