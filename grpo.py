@@ -736,10 +736,15 @@ def checkpoint(run: Run, step: int) -> None:
 
 
 def guard(run: Run) -> None:
-    """Stop a run that has failed: three steps in a row skipped for non-finite gradients, or a collapsed policy."""
+    """Stop a run that has failed (three steps in a row skipped for non-finite gradients, or a collapsed policy); warn of
+    one that cannot learn."""
     if len(run.history) >= 3 and all(row["skipped"] for row in run.history[-3:]):
         raise Stopped("the gradient was not finite in three steps in a row; start anew in another out folder, with a "
                       "lower lr or a higher kl_coef")
+    if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in run.history):
+        D.print0(f"warning: in the first three steps every group was flat (format rate {run.history[-1]['format_rate']:.2f}): "
+                 "nothing is learned from rewards that are all equal, and validation of malformed responses searches the "
+                 "raw questions; warm the policy up first, or raise group_size or temperature")
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
         best = f"; best/ holds the policy of step {run.best['step']}" if run.best["step"] > 0 else ""

@@ -476,8 +476,8 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     vocabulary, longest = model.get_input_embeddings().num_embeddings, max(len(e.tokens) for e in examples)
     if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
         raise DataError(f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the "
-                        f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer that belongs "
-                        "to the model")
+                        f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer that "
+                        "belongs to the model")
     if longest > (positions := getattr(model.config, "max_position_embeddings", None) or longest):
         raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions; set "
                           f"max_length={positions} or less: longer rows are then dropped and counted")

@@ -45,12 +45,14 @@ def write_source(folder: str, rows: int) -> int:
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(30_000)] + ['"said"', "a\tb"] * 50
     quoted = io.StringIO()
-    csv.writer(quoted, delimiter="\t", lineterminator="\n").writerows([" ".join(rng.choices(words, k=200))] for _ in range(4000))
+    writer = csv.writer(quoted, delimiter="\t", lineterminator="\n")
+    writer.writerows([" ".join(rng.choices(words, k=200))] for _ in range(4000))
     texts = quoted.getvalue().splitlines()  # as the official file has them: quoted where they hold a quote or a tab
     os.makedirs(f"{folder}/retriever/all_history")
     with open(f"{folder}/full_wiki_segments.tsv", "w", encoding="utf-8", newline="") as f:
         f.write("id\ttext\ttitle\n")
-        f.writelines(f"{i}\t{texts[i * 7919 % 4000]}\tArticle {i // 8} [SEP] Section {i % 8}\n" for i in range(1, rows + 1))
+        f.writelines(f"{i}\t{texts[i * 7919 % 4000]}\tArticle {i // 8} [SEP] Section {i % 8}\n"
+                     for i in range(1, rows + 1))
     for split in ("train", "dev"):
         turns, golds = [], []
         for turn in range(1, 13):
@@ -79,8 +81,8 @@ def main(cfg: ScaleConfig) -> dict:
         assert made["passages"] == cfg.rows and made["train_turns"] == 12, made
         result = {
             "command": "python " + " ".join(command), "passages": made["passages"], "tsv_bytes": size,
-            "seconds": round(seconds, 1), "passages_per_second": round(cfg.rows / seconds), "cpu_seconds": round(cpu, 1),
-            "passages_per_cpu_second": round(cfg.rows / cpu), "peak_rss_bytes": peak,
+            "seconds": round(seconds, 1), "passages_per_second": round(cfg.rows / seconds),
+            "cpu_seconds": round(cpu, 1), "passages_per_cpu_second": round(cfg.rows / cpu), "peak_rss_bytes": peak,
             "peak_rss_mib": round(peak / 2**20), "python": platform.python_version(), "platform": platform.platform(),
             "cpus": os.cpu_count(), "load_average": os.getloadavg(), "niceness": os.nice(0),
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),

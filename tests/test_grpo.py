@@ -485,3 +485,14 @@ def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(wor
 def test_syn_13_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
     done = run(world, "uneven", "prompts_per_step=3", processes=2)
     assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr
+
+
+def test_a_run_that_cannot_learn_says_so(capsys):
+    """Format rate 0 makes every group flat while validation shows the raw question's figures: easily taken for a result."""
+    run = type("R", (), {"cfg": grpo.GRPOConfig(), "best": {"step": -1},
+                         "history": [{"skipped": 0, "flat_groups": 1.0, "format_rate": 0.0}] * 3})
+    grpo.guard(run)
+    assert "every group was flat (format rate 0.00)" in capsys.readouterr().out
+    run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
+    grpo.guard(run)
+    assert not capsys.readouterr().out
