@@ -297,6 +297,7 @@ def main(cfg):
     if cfg.what == "full":
         raise OSError(28, "No space left on device", "/tmp/x")
     if cfg.what == "ctrl-c":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started in the background ignores it
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
     if cfg.what == "term":

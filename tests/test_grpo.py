@@ -352,7 +352,7 @@ def test_run_folder_and_last_line(world, finished):
 def test_ckp_02_a_killed_run_continues_bit_identically(world, finished):
     process = subprocess.Popen(command(world, "killed"), cwd=world, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wanted = world / "killed/checkpoint_000002"
-    deadline = time.time() + 120
+    deadline = time.time() + 300
     while not wanted.exists() and process.poll() is None and time.time() < deadline:
         time.sleep(0.02)
     process.kill()
