@@ -168,17 +168,6 @@ def evaluate_run(run: Run, qrels: Qrels) -> dict[str, float]:
     return dict(zip(names, values.mean(axis=0).tolist())) | counts
 
 
-def evaluate_rewrites(
-    retriever: Any, turns: list[Turn], queries: list[str | None], k: int = DEPTH
-) -> tuple[Run, dict[str, float]]:
-    """Search one query a turn (positional), score against the turns' gold passages: (run, metrics of `evaluate_run`).
-
-    A query that is None or blank is not searched: it finds nothing and counts as missing.
-    """
-    run = _search(retriever, turns, queries, k)
-    return run, evaluate_run(run, _gold(turns))
-
-
 def _gold(turns: list[Turn]) -> Qrels:
     return {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for turn in turns}
 

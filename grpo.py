@@ -339,7 +339,8 @@ def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | N
     loss = aggregate(per_token, mask, cfg.loss_mode, denominator)
     with torch.no_grad():
         gap = (old - batch.logprobs).abs()[mask]
-        sums = {"tokens": float(mask.sum()), "kl": float(kl[mask].sum()), "clipped": float(clipped[mask].sum()),
+        measured = float(kl[mask].sum()) if reference is not None else math.nan  # without a reference KL is not 0, but unknown
+        sums = {"tokens": float(mask.sum()), "kl": measured, "clipped": float(clipped[mask].sum()),
                 "entropy": -float(logprobs[mask].sum()), "engine_gap": float(gap.sum()),
                 "engine_gap_max": float(gap.max()) if gap.numel() else 0.0, "loss": float(loss)}
     return loss, sums

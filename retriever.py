@@ -1051,6 +1051,7 @@ class RemoteRetriever:
             tries: int | None = None) -> Any:
         """The `count` entries of `key`, each through `read`; the whole answer where there is no key."""
         tries = 1 + self.retries if tries is None else tries
+        problem: RetrieverAway | None = None
         for attempt in range(tries):
             if attempt:
                 if attempt == 1:

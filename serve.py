@@ -398,6 +398,7 @@ def serve_http(service: Service, listener: socket.socket) -> None:
     server.capture_signals = nullcontext  # uvicorn's own would raise the signal again after the clean end
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    listener.listen(2048)  # before the address is printed: who reads it may connect at once
     server.run(sockets=[listener])
 
 

@@ -22,7 +22,6 @@ from evaluate import (
     METRICS,
     EvaluateConfig,
     bootstrap_interval,
-    evaluate_rewrites,
     evaluate_run,
     paired_test,
     read_qrels,
@@ -400,18 +399,19 @@ def turn(query_id, question, golds, rewrite=None, conversation="c", context=()):
     return Turn(query_id, conversation, 1, list(context), question, golds, rewrite=rewrite)
 
 
-def test_evaluate_rewrites_is_positional_and_does_not_search_blanks():
+def test_search_is_positional_and_does_not_search_blanks():
     retriever = WordRetriever({"p1": "marie curie born warsaw", "p2": "born in lima", "p3": "other"})
     turns = [turn("b", "?", ["p1"]), turn("a", "?", ["p2"]), turn("d", "?", ["p3"]), turn("e", "?", ["p3"])]
-    run, metrics = evaluate_rewrites(retriever, turns, ["marie curie born", "born marie curie lima", "  ", None])
+    run = evaluate._search(retriever, turns, ["marie curie born", "born marie curie lima", "  ", None], 100)
+    metrics = evaluate.evaluate_run(run, evaluate._gold(turns))
     assert list(run) == ["b", "a", "d", "e"] and run["d"] == run["e"] == []
     assert retriever.asked == ["marie curie born", "born marie curie lima"]
     assert metrics["mrr"] == pytest.approx((1 + 0.5) / 4) and (metrics["queries"], metrics["missing"]) == (4, 2)
-    assert evaluate_rewrites(retriever, turns[:1], ["born born born"], k=1)[0] == {"b": [("p1", 1.0)]}
+    assert evaluate._search(retriever, turns[:1], ["born born born"], 1) == {"b": [("p1", 1.0)]}
     with pytest.raises(ValueError, match="1 queries for 4 turns"):
-        evaluate_rewrites(retriever, turns, ["x"])
+        evaluate._search(retriever, turns, ["x"], 100)
     with pytest.raises(DataError, match="repeat a query_id"):
-        evaluate_rewrites(retriever, turns[:1] * 2, ["x", "y"])
+        evaluate._search(retriever, turns[:1] * 2, ["x", "y"], 100)
 
 
 def test_a_retriever_that_loses_answers_is_a_fault():
@@ -420,7 +420,7 @@ def test_a_retriever_that_loses_answers_is_a_fault():
             return []
 
     with pytest.raises(RuntimeError, match="0 of 1"):
-        evaluate_rewrites(Lossy(), [turn("a", "?", ["p"])], ["x"])
+        evaluate._search(Lossy(), [turn("a", "?", ["p"])], ["x"], 100)
 
 
 # ---------------------------------------------------------------------------------------------- the command
