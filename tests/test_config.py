@@ -393,7 +393,8 @@ def test_committed_yaml_loads_into_its_tool(path):
     config.load_config(classes[0], ["--config", str(path)])
 
 
-ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report") if (ROOT / f"{n}.py").exists()]
+ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report",
+                     "official", "conversations", "questions") if (ROOT / f"{n}.py").exists()]
 
 
 @pytest.mark.parametrize("name", ENTRY)

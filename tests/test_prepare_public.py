@@ -18,9 +18,12 @@ import zipfile
 
 import pytest
 
+import conversations
+import official
 import prepare
+from conversations import CanardConfig, Cast19Config, Cast20Config, MtragConfig, QreccConfig, TopiocqaConfig
 from data import DataError, read_corpus, read_turns
-from prepare import (CanardConfig, Cast19Config, Cast20Config, MtragConfig, ParquetConfig, QreccConfig, TopiocqaConfig)
+from prepare import ParquetConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 parquet_only = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -91,14 +94,14 @@ def topiocqa_source(folder, bom=b"", end="\n"):
 
 @pytest.fixture
 def topiocqa_counts(monkeypatch):
-    monkeypatch.setattr(prepare, "TOPIOCQA_COUNTS", {"passages": 7, "train_turns": 13, "train_conversations": 2,
+    monkeypatch.setattr(conversations, "TOPIOCQA_COUNTS", {"passages": 7, "train_turns": 13, "train_conversations": 2,
                                                      "test_turns": 13, "test_conversations": 2})
 
 
 @pytest.mark.parametrize("bom, end", [(b"", "\n"), (b"\xef\xbb\xbf", "\r\n")])
 def test_topiocqa_every_rule(tmp_path, topiocqa_counts, bom, end):
     out = f"{tmp_path}/out"
-    result = prepare.topiocqa(TopiocqaConfig(source=topiocqa_source(f"{tmp_path}/raw", bom, end), out=out))
+    result = conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(f"{tmp_path}/raw", bom, end), out=out))
     assert result["passages"] == 7 and "differs_from_published" not in result
     corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
     assert list(corpus) == [i for i, _, _ in PASSAGES]
@@ -128,7 +131,7 @@ def test_topiocqa_from_the_folders_of_its_own_downloader(tmp_path, topiocqa_coun
     for old, new in (("topiocqa_train.json", "topiocqa_dataset/train.json"), ("topiocqa_dev.json", "topiocqa_dataset/dev.json"),
                      ("retriever", "retriever"), ("full_wiki_segments.tsv", "wikipedia_split/full_wiki_segments.tsv")):
         os.renames(f"{raw}/{old}", f"{raw}/downloads/data/{new}")
-    assert prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))["test_turns"] == 13
+    assert conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))["test_turns"] == 13
 
 
 def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path, topiocqa_counts):
@@ -136,31 +139,31 @@ def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path,
     for split in ("train", "dev"):
         golds = [g | {"question": f"T5 {g['conv_id']}.{g['turn_id']}"} for g in topiocqa_rows(split)[1]]
         put(f"{raw}/retriever/rewrites_t5_qrecc/{split}.json", json.dumps(golds))
-    prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+    conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
     turns = turns_by_id(f"{tmp_path}/out", "test")
     assert turns["topiocqa-dev_1_10"].extra["t5_rewrite"] == "T5 1.10" and turns["topiocqa-dev_1_10"].rewrite is None
 
 
 def test_topiocqa_dev_is_whole_conversations_of_train(tmp_path, topiocqa_counts, monkeypatch):
-    monkeypatch.setattr(prepare, "held_out", lambda conversation, percent: conversation.endswith("_2") and percent == 5)
+    monkeypatch.setattr(conversations, "held_out", lambda conversation, percent: conversation.endswith("_2") and percent == 5)
     out = f"{tmp_path}/out"
-    prepare.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out, dev_percent=5))
+    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out, dev_percent=5))
     assert {t.conversation_id for t in read_turns(f"{out}/dev.jsonl")} == {"topiocqa-train_2"}
     assert {t.conversation_id for t in read_turns(f"{out}/train.jsonl")} == {"topiocqa-train_1"}
     assert len(read_turns(f"{out}/test.jsonl")) == 13  # the papers' test set stays whole
 
 
 def test_the_share_held_out_is_about_what_was_asked_for():
-    held = sum(prepare.held_out(f"topiocqa-train_{i}", 5) for i in range(3509))
-    assert 120 < held < 230 and not any(prepare.held_out(str(i), 0) for i in range(100))
+    held = sum(official.held_out(f"topiocqa-train_{i}", 5) for i in range(3509))
+    assert 120 < held < 230 and not any(official.held_out(str(i), 0) for i in range(100))
 
 
 def test_counts_are_asserted_and_a_difference_is_kept_when_told_to_go_on(tmp_path, capsys):
     raw = topiocqa_source(tmp_path / "raw")
     with pytest.raises(DataError, match=r"train_turns: 13 found but 45,450 published.*strict=false"):
-        prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+        conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
     assert os.listdir(tmp_path) == ["raw"]  # nothing half-made
-    result = prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", strict=False))
+    result = conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", strict=False))
     assert result["differs_from_published"]["passages"] == {"found": 7, "published": 25_700_592}
     assert "passages: 7 found" in capsys.readouterr().err
     with open(f"{tmp_path}/out/made.json") as f:
@@ -168,9 +171,9 @@ def test_counts_are_asserted_and_a_difference_is_kept_when_told_to_go_on(tmp_pat
 
 
 def test_published_counts_are_the_references():
-    assert prepare.TOPIOCQA_COUNTS == {"passages": 25_700_592, "train_turns": 45_450, "train_conversations": 3509,
+    assert conversations.TOPIOCQA_COUNTS == {"passages": 25_700_592, "train_turns": 45_450, "train_conversations": 3509,
                                        "test_turns": 2514, "test_conversations": 205}
-    assert {k: prepare.QRECC_COUNTS[k] for k in ("passages", "train_turns", "test_turns")} == {
+    assert {k: conversations.QRECC_COUNTS[k] for k in ("passages", "train_turns", "test_turns")} == {
         "passages": 54_573_064, "train_turns": 29_596, "test_turns": 8209}
 
 
@@ -179,12 +182,12 @@ def test_missing_files_are_listed_with_their_addresses(tmp_path):
     os.remove(f"{raw}/full_wiki_segments.tsv")
     os.remove(f"{raw}/retriever/all_history/dev.json")
     with pytest.raises(DataError) as e:
-        prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+        conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
     assert "zenodo.org/records/6149599/files/data/wikipedia_split/full_wiki_segments.tsv" in str(e.value)
     assert "zenodo.org/records/6151011/files/data/retriever/all_history/dev.json" in str(e.value)
     assert f"{raw}/full_wiki_segments.tsv" in str(e.value) and "topiocqa_train.json" not in str(e.value)
-    for main, config in ((prepare.qrecc, QreccConfig), (prepare.canard, CanardConfig), (prepare.mtrag, MtragConfig),
-                         (prepare.cast19, Cast19Config), (prepare.cast20, Cast20Config)):
+    for main, config in ((conversations.qrecc, QreccConfig), (conversations.canard, CanardConfig), (conversations.mtrag, MtragConfig),
+                         (conversations.cast19, Cast19Config), (conversations.cast20, Cast20Config)):
         with pytest.raises(DataError, match="(?s)files are missing.*https?://"):
             main(config(source=f"{tmp_path}/nowhere", out=f"{tmp_path}/out"))
 
@@ -215,7 +218,7 @@ def broken(tmp_path, file, change):
 ])
 def test_broken_files_are_named_with_the_place(tmp_path, topiocqa_counts, file, change, said):
     with pytest.raises(DataError, match=said):
-        prepare.topiocqa(broken(tmp_path, file, change))
+        conversations.topiocqa(broken(tmp_path, file, change))
     assert os.listdir(tmp_path) == ["raw"]
 
 
@@ -223,9 +226,9 @@ def test_broken_files_are_named_with_the_place(tmp_path, topiocqa_counts, file, 
 def test_arrays_are_read_in_pieces_wherever_they_are_cut(tmp_path, block):
     rows = [{"a": 'x "quoted" [1, {2}]', "ä": "東" * 20}, {}, {"n": [1, {"b": None}], "s": "\\\n"}]
     put(f"{tmp_path}/a.json", "\ufeff \n" + json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
-    assert [row for _, row in prepare.read_array(f"{tmp_path}/a.json", block)] == rows
+    assert [row for _, row in official.read_array(f"{tmp_path}/a.json", block)] == rows
     put(f"{tmp_path}/empty.json", " [ ] ")
-    assert list(prepare.read_array(f"{tmp_path}/empty.json", block)) == []
+    assert list(official.read_array(f"{tmp_path}/empty.json", block)) == []
 
 
 def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
@@ -233,7 +236,7 @@ def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
     import evaluate
     from retriever import RetrieverConfig
     out = f"{tmp_path}/out"
-    prepare.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
+    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
     put(f"{tmp_path}/r.jsonl", "".join(json.dumps({"query_id": t.query_id, "rewrite": {
         "2": "quoted first sign", "3": "unicode naïve", "6": "lines inside"}.get(t.gold_ids[0], "nothing")}) + "\n"
         for t in read_turns(f"{out}/test.jsonl")))
@@ -283,8 +286,8 @@ QRECC_TRUE = {"passages": 7, "train_rows": 12, "test_rows": 1, "train_turns": 3,
 
 @pytest.fixture
 def qrecc_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "QRECC_COUNTS", QRECC_TRUE)
-    result = prepare.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
+    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE)
+    result = conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
     assert (result["passages"], result["blank_passages"]) == (7, 2) and "differs_from_published" not in result
     return f"{tmp_path}/out"
 
@@ -315,15 +318,15 @@ def test_qrecc_turns_without_gold_stay_in_later_contexts(qrecc_out):
 
 def test_qrecc_explains_the_papers_8124(tmp_path):
     with pytest.raises(DataError, match="train_rows: 12 found but 63,501 published"):
-        prepare.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
-    result = prepare.qrecc(QreccConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False))
+        conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
+    result = conversations.qrecc(QreccConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False))
     assert result["differs_from_published"]["test_turns"] == {"found": 1, "published": 8209}
 
 
 def test_qrecc_test_count_difference_names_table_7(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "QRECC_COUNTS", QRECC_TRUE | {"test_turns": 8209})
+    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE | {"test_turns": 8209})
     with pytest.raises(DataError, match="test_turns: 1 found but 8,209 published.*Table 7 says 8,124"):
-        prepare.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
+        conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
 
 
 def rewrite_rows(path, change):
@@ -333,25 +336,25 @@ def rewrite_rows(path, change):
 
 
 def test_qrecc_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "QRECC_COUNTS", QRECC_TRUE)
+    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE)
     raw = qrecc_source(tmp_path / "raw")
     config = QreccConfig(source=raw, out=f"{tmp_path}/out")
     rewrite_rows(f"{raw}/scai-qrecc21-test-turns.json", lambda rows: [r | {"Truth_passages": ["gone_p0"]} for r in rows])
     with pytest.raises(DataError, match="gold passages not in the archive: 1 found.*gone_p0"):
-        prepare.qrecc(config)
+        conversations.qrecc(config)
     rewrite_rows(f"{raw}/scai-qrecc21-training-turns.json", lambda rows: rows[:1] + rows[2:])
     with pytest.raises(DataError, match="turn 3 of conversation 1 follows turn 1"):
-        prepare.qrecc(config)
+        conversations.qrecc(config)
     raw = qrecc_source(tmp_path / "raw")
     with open(f"{raw}/passages.zip", "rb") as f:
         content = f.read()
     put(f"{raw}/passages.zip", content[:-30])
     with pytest.raises(DataError, match="passages.zip.*incomplete, fetch it again"):
-        prepare.qrecc(config)
+        conversations.qrecc(config)
     with zipfile.ZipFile(f"{raw}/passages.zip", "w") as archive:
         archive.writestr("collection-paragraph/commoncrawl/c.jsonl", "{}")
     with pytest.raises(DataError, match="1 under commoncrawl and 0 under wayback"):
-        prepare.qrecc(config)
+        conversations.qrecc(config)
     assert os.listdir(tmp_path) == ["raw"]
 
 
@@ -374,7 +377,7 @@ def canard_rows():
 def test_canard_rules(tmp_path):
     put(f"{tmp_path}/raw/dev.json", b"\xef\xbb\xbf" + json.dumps(canard_rows(), indent=4).replace("\n", "\r\n").encode())
     out = f"{tmp_path}/out"
-    result = prepare.canard(CanardConfig(source=f"{tmp_path}/raw", out=out, strict=False))
+    result = conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=out, strict=False))
     assert any(key.startswith("sha256 of") for key in result["differs_from_published"])
     corpus = list(read_corpus(f"{out}/corpus.jsonl"))
     assert [(p.id, p.title, p.text) for p in corpus] == [  # in order of first appearance, each distinct answer once
@@ -390,15 +393,15 @@ def test_canard_rules(tmp_path):
     assert turns["C_x_0_q4"].context[1:] == [("Why?", "CANNOTANSWER"), ("And then?", "I don't know.")]
     assert turns["C_x_0_q4"].rewrite == "When? (of Frank Zappa)" and turns["C_y_1_q2"].gold_ids == ["canard-00001"]
     with pytest.raises(DataError, match="sha256 of .*dev.json"):
-        prepare.canard(CanardConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/strict"))
+        conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/strict"))
 
 
 # --------------------------------------------------------------------------------------------------------------- mtrag
 
 def mtrag_source(folder):
-    conversations = [("aaa", "govt", [("q1", "a1"), ("q2  x", " a2\n"), ("q3", "a3")]), ("bbb", "clapnq", [("Q1", "A1")])]
-    tasks, qrels, rewrites = [], {d: [] for d in prepare.DOMAINS}, {d: [] for d in prepare.DOMAINS}
-    for key, domain, pairs in conversations:
+    dialogues = [("aaa", "govt", [("q1", "a1"), ("q2  x", " a2\n"), ("q3", "a3")]), ("bbb", "clapnq", [("Q1", "A1")])]
+    tasks, qrels, rewrites = [], {d: [] for d in conversations.DOMAINS}, {d: [] for d in conversations.DOMAINS}
+    for key, domain, pairs in dialogues:
         for n, (question, answer) in enumerate(pairs, 1):
             said = [{"speaker": s, "text": t} for pair in pairs[:n - 1] for s, t in zip(("user", "agent"), pair)]
             tasks.append({"conversation_id": key, "task_id": f"{key}<::>{n}", "turn": str(n), "contexts": [],
@@ -408,7 +411,7 @@ def mtrag_source(folder):
                 qrels[domain].append(f"{key}<::>{n}\t{domain}-{n}\t1")
                 rewrites[domain].append({"_id": f"{key}<::>{n}", "text": f"|user|:  rewritten {question} "})
     put(f"{folder}/mtrag-human/generation_tasks/reference.jsonl", "".join(json.dumps(t) + "\n" for t in tasks))
-    for domain in prepare.DOMAINS:
+    for domain in conversations.DOMAINS:
         base = f"{folder}/mtrag-human/retrieval_tasks/{domain}"
         put(f"{base}/qrels/dev.tsv", "\r\n".join(["query-id\tcorpus-id\tscore", *qrels[domain], ""]))
         put(f"{base}/{domain}_rewrite.jsonl", "".join(json.dumps(r) + "\n" for r in rewrites[domain]))
@@ -427,7 +430,7 @@ def mtrag_source(folder):
 
 def test_mtrag_rules(tmp_path, monkeypatch):
     out = f"{tmp_path}/out"
-    result = prepare.mtrag(MtragConfig(source=mtrag_source(tmp_path / "raw"), out=out, strict=False))
+    result = conversations.mtrag(MtragConfig(source=mtrag_source(tmp_path / "raw"), out=out, strict=False))
     assert result["passages"] == 12 and result["differs_from_published"]["govt passages"]["published"] == 72_422
     assert "gold passages not in the corpora" not in result["differs_from_published"]
     corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
@@ -443,7 +446,7 @@ def test_mtrag_rules(tmp_path, monkeypatch):
     assert turn.context == [("q1", "a1"), ("q2 x", "a2")] and turn.answer == "a3" and turn.turn == 3
     assert turn.rewrite == "rewritten q3" and turn.extra == {"domain": "govt"} and turn.gold_ids == ["govt-3"]
     put(f"{tmp_path}/raw/mtrag-human/retrieval_tasks/cloud/qrels/dev.tsv", "query-id\tcorpus-id\tscore\nx\tgone\t1\n")
-    result = prepare.mtrag(MtragConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out2", strict=False))
+    result = conversations.mtrag(MtragConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out2", strict=False))
     assert result["differs_from_published"]["gold passages not in the corpora"] == {"found": 1, "published": 0}
 
 
@@ -453,10 +456,10 @@ SHARED = os.path.join(os.path.dirname(ROOT), "shared", "data", "conv")
 @pytest.mark.skipif(not os.path.isdir(f"{SHARED}/mtrag"), reason="no shared/data beside the project")
 def test_splits_are_those_of_the_shared_data():
     for name in ("train", "dev", "test"):
-        assert {prepare.ten_split(t.conversation_id) for t in read_turns(f"{SHARED}/mtrag/{name}.jsonl")} == {name}
+        assert {conversations.ten_split(t.conversation_id) for t in read_turns(f"{SHARED}/mtrag/{name}.jsonl")} == {name}
         corpus = {p.id: p.title for p in read_corpus(f"{SHARED}/canard/corpus.jsonl")}
         titles = [corpus[t.gold_ids[0]] for t in read_turns(f"{SHARED}/canard/{name}.jsonl")]
-        assert all(any(prepare.ten_split(title[:i]) == name for i in range(len(title)) if title[i] == ",") for title in titles)
+        assert all(any(conversations.ten_split(title[:i]) == name for i in range(len(title)) if title[i] == ",") for title in titles)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cast
@@ -494,10 +497,10 @@ def iter_paragraphs(f):
     yield Paragraph("cd", "")
 """)
     monkeypatch.syspath_prepend(f"{tmp_path}/site")
-    monkeypatch.setattr(prepare, "MARCO_PASSAGES", 3)
-    for year in (prepare.CAST19, prepare.CAST20):
+    monkeypatch.setattr(conversations, "MARCO_PASSAGES", 3)
+    for year in (conversations.CAST19, conversations.CAST20):
         for key, file in year.items():
-            monkeypatch.setitem(year, key, prepare.Official(file.names, file.url, "", file.note))
+            monkeypatch.setitem(year, key, official.Official(file.names, file.url, "", file.note))
     yield str(raw)
     for name in [n for n in sys.modules if n.startswith("trec_car")]:
         del sys.modules[name]
@@ -506,7 +509,7 @@ def iter_paragraphs(f):
 def test_cast19(tmp_path, cast_source):
     put(f"{tmp_path}/dup.txt", "0:MARCO_2\n5:\n")
     out = f"{tmp_path}/out"
-    result = prepare.cast19(Cast19Config(source=cast_source, out=out, duplicates=f"{tmp_path}/dup.txt", relevant_from=2))
+    result = conversations.cast19(Cast19Config(source=cast_source, out=out, duplicates=f"{tmp_path}/dup.txt", relevant_from=2))
     assert result["passages"] == 4 and result["duplicates_left_out"] == 1 and result["turns"] == 11
     corpus = {p.id: p.contents for p in read_corpus(f"{out}/corpus.jsonl")}
     assert corpus == {"MARCO_0": 'first "passage"', "MARCO_1": "second\twith a tab", "CAR_ab": "a paragraph\nof CAR", "CAR_cd": ""}
@@ -520,7 +523,7 @@ def test_cast19(tmp_path, cast_source):
 @pytest.mark.parametrize("responses, answer", [("automatic", "a paragraph of CAR"), ("manual", "second with a tab")])
 def test_cast20(tmp_path, cast_source, responses, answer):
     out = f"{tmp_path}/out"
-    prepare.cast20(Cast20Config(source=cast_source, out=out, responses=responses))
+    conversations.cast20(Cast20Config(source=cast_source, out=out, responses=responses))
     turn = turns_by_id(out, "test")["81_2"]
     assert turn.context == [("raw 1", answer)] and turn.rewrite == "manual 2" and turn.extra == {"automatic_rewrite": "auto 2"}
     assert turn.gold_ids == ["MARCO_1", "CAR_cd"]
@@ -529,31 +532,31 @@ def test_cast20(tmp_path, cast_source, responses, answer):
 def test_cast_says_which_package_reads_car(tmp_path, cast_source, monkeypatch):
     monkeypatch.setitem(sys.modules, "trec_car.read_data", None)
     with pytest.raises(DataError, match="pip install trec-car-tools"):
-        prepare.cast19(Cast19Config(source=cast_source, out=f"{tmp_path}/out"))
+        conversations.cast19(Cast19Config(source=cast_source, out=f"{tmp_path}/out"))
 
 
 # ------------------------------------------------------------------------------------------- restarts, folders, network
 
 def test_a_second_run_does_nothing_even_without_the_sources(tmp_path, topiocqa_counts):
     config = TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=f"{tmp_path}/out")
-    assert not prepare.topiocqa(config)["already_there"]
+    assert not conversations.topiocqa(config)["already_there"]
     os.remove(f"{tmp_path}/raw/full_wiki_segments.tsv")
     before = os.stat(f"{tmp_path}/out/corpus.jsonl").st_mtime_ns
-    assert prepare.topiocqa(config)["already_there"]
+    assert conversations.topiocqa(config)["already_there"]
     assert os.stat(f"{tmp_path}/out/corpus.jsonl").st_mtime_ns == before
 
 
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import prepare
+import conversations, official, prepare
 def passages(path, passages, total, what):
-    with prepare.atomic_write(path) as f:
+    with official.atomic_write(path) as f:
         f.write("half")
         f.flush()
         print("writing", flush=True)
         signal.pause()
-prepare.write_corpus = passages
+conversations.write_corpus = passages
 prepare.command_line(["topiocqa", "source={raw}", "out={out}", "strict=false"])
 """
 
@@ -573,7 +576,7 @@ def test_a_killed_run_starts_over_cleanly(tmp_path, topiocqa_counts, number):
         for path in (f"{tmp_path}/{folder}/{n}" for n in os.listdir(f"{tmp_path}/{folder}")):
             os.utime(path, (1, 1))
         os.utime(f"{tmp_path}/{folder}", (1, 1))
-    prepare.topiocqa(TopiocqaConfig(source=raw, out=out))
+    conversations.topiocqa(TopiocqaConfig(source=raw, out=out))
     assert sorted(os.listdir(tmp_path)) == ["out", "raw"] and len(lines(f"{out}/corpus.jsonl")) == 7
 
 
@@ -581,10 +584,10 @@ def test_leftovers_of_a_living_or_recent_run_stay(tmp_path):
     for name, age in ((f"out.{os.getpid()}.tmp", 1000), ("out.999999999.tmp", 0), ("out.notes.tmp", 1000)):
         os.mkdir(f"{tmp_path}/{name}")
         os.utime(f"{tmp_path}/{name}", (time.time() - age,) * 2)
-    prepare.remove_leftovers(f"{tmp_path}/out")
+    official.remove_leftovers(f"{tmp_path}/out")
     assert len(os.listdir(tmp_path)) == 3
     os.utime(f"{tmp_path}/out.999999999.tmp", (1, 1))
-    prepare.remove_leftovers(f"{tmp_path}/out/")
+    official.remove_leftovers(f"{tmp_path}/out/")
     assert sorted(os.listdir(tmp_path)) == [f"out.{os.getpid()}.tmp", "out.notes.tmp"]
 
 
@@ -626,20 +629,20 @@ def server():
 def test_a_broken_download_is_continued(tmp_path, server):
     path = f"{tmp_path}/deep/file.bin"
     with pytest.raises(DataError, match="broke off at 3,000 of 10,000|run the same command again"):
-        prepare.fetch(f"{server}/file.bin", path)
+        official.fetch(f"{server}/file.bin", path)
     assert not os.path.exists(path) and os.path.getsize(f"{path}.part") == 3000
-    prepare.fetch(f"{server}/file.bin", path)
+    official.fetch(f"{server}/file.bin", path)
     assert Server.ranges == [0, 3000]
     with open(path, "rb") as f:
         assert f.read() == Server.content
     os.rename(path, f"{path}.part")  # killed between the last byte and the renaming
-    prepare.fetch(f"{server}/file.bin", path)
+    official.fetch(f"{server}/file.bin", path)
     assert os.path.getsize(path) == 10_000
 
 
 def test_a_refused_download_says_where_to_put_the_file(tmp_path, server):
     with pytest.raises(DataError, match="download of .*/gone failed .*fetch it by hand to"):
-        prepare.fetch(f"{server}/gone", f"{tmp_path}/x")
+        official.fetch(f"{server}/gone", f"{tmp_path}/x")
     assert not os.path.exists(f"{tmp_path}/x")
 
 
@@ -648,11 +651,11 @@ def test_download_fills_only_what_is_missing(tmp_path, topiocqa_counts, monkeypa
     with open(f"{raw}/topiocqa_dev.json", "rb") as f:
         content = f.read()
     os.remove(f"{raw}/topiocqa_dev.json")
-    monkeypatch.setattr(prepare, "fetch", lambda url, path: (asked.append(url), put(path, content)))
-    prepare.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", download=True))
+    monkeypatch.setattr(official, "fetch", lambda url, path: (asked.append(url), put(path, content)))
+    conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", download=True))
     assert asked == ["https://zenodo.org/records/7709644/files/topiocqa_dev.json?download=1"]
     with pytest.raises(DataError, match="unpack it there"):  # an archive is fetched and unpacked by hand
-        prepare.cast19(Cast19Config(source=f"{tmp_path}/cast", out=f"{tmp_path}/c", download=True, strict=False))
+        conversations.cast19(Cast19Config(source=f"{tmp_path}/cast", out=f"{tmp_path}/c", download=True, strict=False))
 
 
 def test_memory_does_not_grow_with_the_passages(tmp_path):
@@ -666,7 +669,7 @@ def test_memory_does_not_grow_with_the_passages(tmp_path):
         f.write("id\ttext\ttitle\n")
         f.writelines(f"{i}\t{words} {i}\tTitle [SEP] {i}\n" for i in range(25_000))
     tracemalloc.start()
-    count = prepare.write_corpus(f"{tmp_path}/corpus.jsonl", ({"id": r[0], "text": r[1]} for _, r in prepare.read_tsv(path)),
+    count = official.write_corpus(f"{tmp_path}/corpus.jsonl", ({"id": r[0], "text": r[1]} for _, r in official.read_tsv(path)),
                                  25_000, "test")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -679,7 +682,7 @@ def test_memory_does_not_grow_with_the_passages(tmp_path):
 def test_turns_to_verl_rows_and_back_without_loss(tmp_path, topiocqa_counts):
     import pyarrow.parquet as pq
     out = f"{tmp_path}/out"
-    prepare.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
+    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
     result = prepare.parquet(ParquetConfig(source=f"{out}/train.jsonl", out=f"{tmp_path}/t.parquet", data_source="topiocqa"))
     assert result["rows"] == 13
     rows = pq.read_table(f"{tmp_path}/t.parquet").to_pylist()
