@@ -24,19 +24,21 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
+from transformers import AutoConfig, GenerationConfig
 
 import data
+import rollout
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
-from model import load_causal_lm, load_tokenizer
+from model import ModelError, load_tokenizer
 from retriever import Progress, RetrieverConfig
 from reward import parse_response
-from rollout import Rollout, Sampling, TorchEngine
+from rollout import EngineConfig, Rollout, Sampling, check_engine
 
 
 @dataclass
@@ -69,8 +71,8 @@ class InferConfig:
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
     chunk: int = 64
     """turns between two writes: what a kill can lose"""
-    engine_batch: int = 64
-    """responses that are sampled at the same time"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """what samples"""
     overwrite: bool = False
     """remove an earlier output of this name first"""
 
@@ -146,13 +148,27 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ sampling
 
-def open_engine(cfg: InferConfig, tokenizer, where: Dist) -> TorchEngine:
-    """The embedded engine over `cfg.model`."""
+def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
+    """The ids that end a response of the model in a Hugging Face folder (or hub name), and what fills unused places."""
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as e:
+        raise ModelError(f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder or a "
+                         "reachable hub name") from e
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:  # it has none: transformers then reads config.json
+        generation = GenerationConfig.from_model_config(config)
+    eos = data.eos_token_ids(tokenizer, generation)
+    return eos, data.pad_token_id(tokenizer, eos, config.get_text_config().vocab_size)
+
+
+def open_engine(cfg: InferConfig, tokenizer, where: Dist):
+    """The engine of `cfg.engine` over `cfg.model`."""
     half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and where.device.type == "cuda"
-    model = load_causal_lm(cfg.model, torch.bfloat16 if half else torch.float32, where.device)
-    eos = data.eos_token_ids(tokenizer, model.generation_config)
-    pad = data.pad_token_id(tokenizer, eos, model.get_input_embeddings().num_embeddings)
-    engine = TorchEngine(model, eos, pad, tokenizer, cfg.engine_batch)
+    engine = rollout.open_engine(cfg.engine, cfg.model, tokenizer, *end_and_pad_ids(cfg.model, tokenizer), where.device,
+                                 cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.seed,
+                                 torch.bfloat16 if half else torch.float32)
     if engine.max_length <= cfg.max_response_tokens:
         raise ConfigError(f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
                           f"{engine.max_length} positions; lower max_response_tokens")
@@ -304,6 +320,7 @@ def _respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dic
                 show(at * cfg.samples + len(rows))
         if bar:
             bar.close()
+        engine.sleep()  # its memory is free for what comes next in this process
     tokens = int(all_reduce_sum([tokens])[0])  # and every rank has written its part
     seconds = time.monotonic() - started
     rows = finish(cfg, prompts, where)
@@ -320,7 +337,7 @@ def check(cfg: InferConfig) -> None:
             raise ConfigError(f"{name} is empty; give {name}=…")
     if os.path.isdir(cfg.out):
         raise ConfigError(f"out={cfg.out} is a folder; name a file to write")
-    for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk", "engine_batch"):
+    for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk"):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
     if cfg.prompt == "few-shot" and not cfg.examples:
@@ -328,6 +345,7 @@ def check(cfg: InferConfig) -> None:
     if os.path.abspath(cfg.out) == os.path.abspath(cfg.turns):
         raise ConfigError(f"out={cfg.out} is the turns file itself; choose another name")
     Sampling(temperature=cfg.temperature, top_p=cfg.top_p)  # its errors
+    check_engine(cfg.engine)
     if cfg.samples > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
 

@@ -12,14 +12,18 @@ S positions, P length of the shared prefix, H query heads, K key/value heads, D 
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from model import load_causal_lm, prepare_causal_lm
 
 PREFILL_TOKENS = 4096  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
@@ -30,6 +34,86 @@ class RolloutError(ValueError):
     """A request, rollout or weight set that cannot be used: the message says which, why and what to do."""
 
     exit_status = 2
+
+
+class EngineGap(RuntimeError):
+    """The engine's log-probabilities are not the trainer's: what it samples comes from another policy."""
+
+    exit_status = 3
+
+
+@dataclass
+class EngineConfig:
+    kind: Literal["torch", "vllm"] = "torch"
+    """torch: the embedded engine, nothing to install; vllm: vLLM in this process (requirements-gpu.txt)"""
+    batch: int = 256
+    """sequences decoded together: speed and memory only"""
+    gpu_memory: float = 0.4
+    """vllm: share of the card's memory for its weights and keys and values; given back while training"""
+    tensor_parallel: int = 1
+    """vllm: neighbouring processes (of one host) that hold one copy of the weights together"""
+    gap_limit: float | None = None
+    """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a run ends (status 3);
+    unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
+
+
+def check_engine(cfg: EngineConfig) -> None:
+    """Raise RolloutError for engine settings that cannot work with torchrun's processes; loads nothing."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name, ok, rule in (
+        ("batch", cfg.batch >= 1, "at least 1"),
+        ("gpu_memory", 0 < cfg.gpu_memory < 1, "a share between 0 and 1"),
+        ("tensor_parallel", cfg.tensor_parallel >= 1 and world % cfg.tensor_parallel == 0,
+         f"a divisor of the {world} processes"),
+        ("tensor_parallel", cfg.tensor_parallel == 1 or cfg.kind == "vllm", "1 unless engine.kind=vllm"),
+        ("gap_limit", cfg.gap_limit is None or cfg.gap_limit > 0, "above 0, or null"),
+    ):
+        if not ok:
+            raise RolloutError(f"engine.{name}={getattr(cfg, name)}: it has to be {rule}")
+
+
+def open_engine(
+    cfg: EngineConfig,
+    model_folder: str,
+    tokenizer,
+    eos_ids: Iterable[int],
+    pad_id: int,
+    device: torch.device,
+    max_length: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    weights: bool = True,
+) -> TorchEngine:
+    """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
+
+    `max_length`: tokens of a prompt and its response at most (None: as many as the model has positions); `seed`: of
+    draws without one of their own. Without `weights` only config.json is read: the first `sync_weights` brings them.
+    """
+    check_engine(cfg)
+    if weights:
+        model = load_causal_lm(model_folder, dtype, device)
+    else:
+        devices = [device] if torch.device(device).type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder), dtype=dtype)
+        model = prepare_causal_lm(model, model_folder)
+    engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length)
+    engine.gap_limit = engine.gap_limit if cfg.gap_limit is None else cfg.gap_limit
+    return engine
+
+
+def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
+    """Raise EngineGap where the engine's and the trainer's log-probabilities of sampled tokens differ too much.
+
+    mean, maximum: of |difference| in nats, over the tokens of a step; limit: an engine's `gap_limit`, on the mean.
+    Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32, stale weights or a stale prefix cache 0.9 and more.
+    """
+    if not mean <= limit:  # a NaN too
+        raise EngineGap(
+            f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on average (at most "
+            f"{maximum:.4g}), the limit is {limit:.4g}: it samples from other weights or at another temperature. Mend "
+            "the weight sync; where its arithmetic is known to be coarser, raise engine.gap_limit"
+        )
 
 
 @dataclass(frozen=True)
@@ -336,9 +420,18 @@ class TorchEngine:
 
     `eos_ids`: every id that ends a response (lists of a generation config included). `pad_id` fills unused positions
     and is never looked at. `tokenizer` is needed for stop strings only. `max_batch` rows run at the same time.
+    `max_length` tokens of a prompt and its response at most (None: as many as the model has positions).
     """
 
-    def __init__(self, model: nn.Module, eos_ids: Iterable[int], pad_id: int, tokenizer=None, max_batch: int = 64):
+    def __init__(
+        self,
+        model: nn.Module,
+        eos_ids: Iterable[int],
+        pad_id: int,
+        tokenizer=None,
+        max_batch: int = 64,
+        max_length: int | None = None,
+    ):
         vocabulary = model.get_input_embeddings().num_embeddings
         eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
         for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
@@ -352,8 +445,9 @@ class TorchEngine:
         self.model = model.eval().requires_grad_(False)
         self.eos_ids, self.pad_id, self.tokenizer, self.max_batch = frozenset(eos_ids), pad_id, tokenizer, max_batch
         self.vocabulary = vocabulary
-        limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")]
+        limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")] + [max_length]
         self.max_length = min((x for x in limits if x), default=1 << 30)  # no window slides: sequences end before it
+        self.gap_limit = 0.02 if next(model.parameters()).dtype == torch.float32 else 0.3  # see check_engine_gap
         self.stats = GenerateStats()
         self._asleep, self._half_copied = False, False
 

@@ -41,7 +41,7 @@ from data import DataError, Turn
 from distributed import Dist, print0
 from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, token_logprobs
 from retriever import RetrieverConfig, open_retriever
-from rollout import Sampling
+from rollout import EngineConfig, Sampling, check_engine
 
 
 @dataclass
@@ -79,8 +79,8 @@ class SFTConfig:
     """sample: keep so many different responses of a turn; all but the first get query ids <id>#<sample>"""
     chunk: int = 64
     """sample: turns between two writes"""
-    engine_batch: int = 64
-    """sample: responses sampled at the same time"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """sample: what samples"""
 
     records: str = ""
     """train: turns file with `response`; empty: what stage=sample wrote to `out`"""
@@ -218,7 +218,7 @@ def sample_records(cfg: SFTConfig, where: Dist) -> dict:
             model=cfg.model, turns=cfg.turns, out=os.path.join(cfg.out, "samples.jsonl"), prompt="few-shot",
             examples=cfg.examples, samples=cfg.samples_per_turn, temperature=cfg.temperature,
             max_response_tokens=cfg.max_response_tokens,
-            max_prompt_tokens=cfg.max_prompt_tokens, seed=cfg.seed, chunk=cfg.chunk, engine_batch=cfg.engine_batch),
+            max_prompt_tokens=cfg.max_prompt_tokens, seed=cfg.seed, chunk=cfg.chunk, engine=cfg.engine),
             turns, where)
         ranks, searches = rank_rewrites(retriever, turns, rows, where)
         records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
@@ -500,8 +500,7 @@ def check(cfg: SFTConfig) -> None:
     if cfg.stage == "all" and cfg.records:
         raise ConfigError(f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples")
     for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_response_tokens", "epochs", "sequences_per_step",
-                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "engine_batch",
-                 "max_turns"):
+                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "max_turns"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it must be at least 1")
@@ -518,6 +517,7 @@ def check(cfg: SFTConfig) -> None:
     if len(cfg.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f"betas={cfg.betas}; AdamW takes two, in [0, 1)")
     Sampling(temperature=cfg.temperature)  # its errors
+    check_engine(cfg.engine)
 
 
 def main(cfg: SFTConfig) -> dict | None:

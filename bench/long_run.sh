@@ -12,7 +12,7 @@ case $name in
   canard) data=data/canard tokens=96 search="retriever.kind=bm25 retriever.corpus=$data/corpus.jsonl" sft="--config configs/canard-sft.yaml" ;;
   demo-long)
     data=data/demo tokens=64 search="retriever.kind=dense retriever.index=$run/index retriever.encoder=models/minilm"
-    sft="--config configs/demo-sft.yaml max_turns=null samples_per_turn=8 max_response_tokens=64 engine_batch=256 chunk=512 $search"
+    sft="--config configs/demo-sft.yaml max_turns=null samples_per_turn=8 max_response_tokens=64 engine.batch=256 chunk=512 $search"
     $py retriever.py kind=dense corpus=$data/corpus.jsonl encoder=models/minilm index=$run/index ;;
   *) echo "error: unknown data set $name: canard or demo-long" >&2; exit 2 ;;
 esac
@@ -30,9 +30,9 @@ EOF
 trap 'keep "$@"' EXIT
 $py sft.py $sft out=$run/sft
 $py grpo.py --config configs/$name-grpo.yaml model=$run/sft/final out=$run/grpo $search "$@"
-$py infer.py model=models/smollm2 turns=$data/test.jsonl prompt=few-shot examples=demo/examples.jsonl max_response_tokens=$tokens engine_batch=256 chunk=512 out=$run/base.jsonl
-$py infer.py model=$run/sft/final turns=$data/test.jsonl max_response_tokens=$tokens engine_batch=256 chunk=512 out=$run/warmup.jsonl
+$py infer.py model=models/smollm2 turns=$data/test.jsonl prompt=few-shot examples=demo/examples.jsonl max_response_tokens=$tokens engine.batch=256 chunk=512 out=$run/base.jsonl
+$py infer.py model=$run/sft/final turns=$data/test.jsonl max_response_tokens=$tokens engine.batch=256 chunk=512 out=$run/warmup.jsonl
 best=$run/grpo/best; [ -d "$best" ] || best=$run/grpo/final
-$py infer.py model=$best turns=$data/test.jsonl max_response_tokens=$tokens engine_batch=256 chunk=512 out=$run/grpo.jsonl
+$py infer.py model=$best turns=$data/test.jsonl max_response_tokens=$tokens engine.batch=256 chunk=512 out=$run/grpo.jsonl
 $py evaluate.py turns=$data/test.jsonl qrels=$data/test.qrels query=question,rewrite rewrites=$run/base.jsonl,$run/warmup.jsonl,$run/grpo.jsonl $search out=$run/evaluation
 cp -f $run/evaluation/table.md $run/evaluation/metrics.json "$out/"

@@ -15,7 +15,7 @@ import config
 import data
 import infer
 from distributed import Dist
-from rollout import Rollout
+from rollout import EngineConfig, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Dist(0, 1, torch.device("cpu"))
@@ -51,6 +51,9 @@ class Scripted:
             if progress:
                 progress(len(out), len(prompts) * sampling.n, 1.0)
         return out
+
+    def sleep(self):
+        pass
 
 
 def write_turns(path, questions, context=()):
@@ -203,7 +206,7 @@ def test_batches_do_not_change_greedy_output(lm, seven, tmp_path):
     rows = []
     for batch in (1, 4):
         infer.main(infer.InferConfig(model=lm, turns=seven, out=str(tmp_path / f"{batch}.jsonl"), max_response_tokens=12,
-                                     engine_batch=batch, chunk=3))
+                                     engine=EngineConfig(batch=batch), chunk=3))
         rows.append([(r["query_id"], r["response"], r["tokens"]) for r in read(tmp_path / f"{batch}.jsonl")])
     assert rows[0] == rows[1] and len(rows[0]) == 7
 
