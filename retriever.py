@@ -23,10 +23,8 @@ import sys
 import threading
 import time
 import urllib.request
-from array import array
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
@@ -37,17 +35,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bm25 import BM25Retriever, Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions
+from bm25 import passages_of, read_ids, read_meta, write_ids, write_meta
 from config import run, save_config
-from data import Passage, atomic_folder, atomic_write, only_writer, read_corpus
+from data import Passage, atomic_write, only_writer, read_corpus
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
-# copies out; it needs the imports above less config and data: torch, transformers and what transformers brings along.
-
-
-class RetrieverError(ValueError):
-    """Bad input to the retriever: the message names the value, the rule and the way out."""
-
-    exit_status = 2
+# copies out; it needs the imports above less those of this project (and a ValueError named RetrieverError): torch,
+# transformers and what transformers brings along.
 
 
 class Progress:
@@ -364,7 +359,6 @@ def refuse_nonfinite(vectors: Tensor, ids: Sequence[str]) -> None:
 
 FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
 BLOCK = 8192  # passages of one product
-Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
 
 
 def _padded(matrix: Tensor, multiple: int) -> Tensor:
@@ -503,91 +497,16 @@ def rrf(lists: Sequence[Sequence], k: int = 60, depth: int | None = None,
 
 # --------------------------------------------------------------------------------------------- corpora and ids on disk
 
-class PassageIds:
-    """The ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`; unique, free of blanks."""
-
-    def __init__(self, ids: Sequence[str]):
-        self._ids = list(ids)
-        self._position = {id_: i for i, id_ in enumerate(self._ids)}
-        if not self._ids:
-            raise RetrieverError("the corpus has no passages; an index needs at least one")
-        if len(self._position) < len(self._ids):
-            twice = next(id_ for i, id_ in enumerate(self._ids) if self._position[id_] != i)
-            raise RetrieverError(f"passage id {twice!r} occurs more than once; ids must be unique: rename or drop one")
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, i: int) -> str:
-        return self._ids[i]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
-
-    def __contains__(self, id_: object) -> bool:
-        return id_ in self._position
-
-    def position(self, id_: str) -> int:
-        if id_ not in self._position:
-            raise RetrieverError(f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index the"
-                                 " corpus that the gold ids come from, or correct the id")
-        return self._position[id_]
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """(M,) int64: the place of each id in ascending order of ids, for ties."""
-        place = np.empty(len(self), dtype=np.int64)
-        place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
-        return place
-
-
-def _passages(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
-    return read_corpus(os.fspath(corpus)) if isinstance(corpus, (str, os.PathLike)) else iter(corpus)
-
-
 def _survey(corpus: str | os.PathLike | Sequence[Passage]) -> tuple[PassageIds, str]:
     """One pass over a corpus: its ids and a sha256 over ids and contents, in order."""
     h, ids = hashlib.sha256(), []
-    for passage in _passages(corpus):
+    for passage in passages_of(corpus):
         if passage.id.split() != [passage.id]:
             raise RetrieverError(f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a column "
                                  "of TREC files. Rename it.")
         ids.append(passage.id)
         h.update(f"{passage.id}\x1f{passage.contents}\x1e".encode())
     return PassageIds(ids), h.hexdigest()
-
-
-def _write_ids(folder: Path, ids: PassageIds) -> None:
-    with atomic_write(str(folder / "ids.txt")) as f:
-        f.writelines(f"{id_}\n" for id_ in ids)
-
-
-def _read_ids(folder: Path) -> PassageIds:
-    return PassageIds((folder / "ids.txt").read_text("utf-8").split("\n")[:-1])
-
-
-def _read_meta(folder: Path) -> dict | None:
-    """meta.json of an index folder; None where there is none."""
-    try:
-        return json.loads((folder / "meta.json").read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as e:
-        raise RetrieverError(f"{folder}/meta.json is not valid JSON ({e}); delete the folder and build again") from e
-
-
-def _write_meta(folder: Path, meta: dict) -> None:
-    with atomic_write(str(folder / "meta.json")) as f:
-        json.dump(meta, f, indent=1, ensure_ascii=False)
-        f.write("\n")
-
-
-def _same(folder: Path, have: dict, want: dict, way_out: str) -> None:
-    """RetrieverError naming the first setting in which an index on disk differs from what is asked for."""
-    for key, value in want.items():
-        if have.get(key) != value:
-            raise RetrieverError(f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is {value!r}"
-                                 f"; they must be equal. {way_out}")
 
 
 # ---------------------------------------------------------------------------------------------------------- dense index
@@ -634,18 +553,18 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
     identity = {"format": "dense-1", "count": len(ids), "corpus": corpus_print, "shard_size": shard_size,
                 **_identity(model, tokenizer, encoder)}
     with only_writer(os.fspath(folder)):
-        meta = _read_meta(folder)
+        meta = read_meta(folder)
         if meta is None:
             meta = identity | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
                                "shards": []}
-            _write_ids(folder, ids)
-            _write_meta(folder, meta)
-        _same(folder, meta, identity, "Choose another folder, or delete this one.")
+            write_ids(folder, ids)
+            write_meta(folder, meta)
+        check_same(folder, meta, identity, "Choose another folder, or delete this one.")
         sound = [_sound(folder, entry) for entry in meta["shards"]]
         if not all(sound):
             meta |= {"shards": meta["shards"][:sound.index(False)], "complete": False}
         done = sum(entry["rows"] for entry in meta["shards"])
-        rest, bar = islice(_passages(corpus), done, None), Progress(len(ids) - done, f"index {folder}")
+        rest, bar = islice(passages_of(corpus), done, None), Progress(len(ids) - done, f"index {folder}")
         while part := list(islice(rest, shard_size)):
             counts: dict = {}
             vectors = encode(model, tokenizer, [p.contents for p in part], encoder, batch_tokens=batch_tokens,
@@ -655,10 +574,10 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
                 np.save(f, vectors.half().numpy())
             meta["shards"].append({"file": path.name, "rows": len(part), "truncated": counts["truncated"],
                                    "sha256": _sha256(path)})
-            _write_meta(folder, meta)
+            write_meta(folder, meta)
         bar.close()
         if not meta["complete"]:
-            _write_meta(folder, meta | {"complete": True})
+            write_meta(folder, meta | {"complete": True})
     return replace(open_index(folder), encoded=len(ids) - done)
 
 
@@ -674,7 +593,7 @@ def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokeni
     RetrieverError: no index, an unfinished or damaged one, another model, tokenizer, pooling, prefix or length.
     """
     folder = Path(folder)
-    meta = _read_meta(folder)
+    meta = read_meta(folder)
     if meta is None or meta.get("format") != "dense-1":
         raise RetrieverError(f"there is no dense index at {folder}; build it with: python retriever.py kind=dense "
                              f"corpus=FILE encoder=FOLDER index={folder.parent if folder.name == 'dense' else 'OUT'}")
@@ -683,7 +602,7 @@ def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokeni
                              f"{meta['count']:,} passages); run the command that builds it again: it goes on there")
     try:  # "c": private pages, so that torch may take the array without a copy; nothing is ever written
         shards = [np.load(folder / s["file"], mmap_mode="c") for s in meta["shards"]]
-        ids = _read_ids(folder)
+        ids = read_ids(folder)
     except (OSError, ValueError) as e:
         raise RetrieverError(f"the index at {folder} is damaged ({e}); run the command that builds it again: it "
                              "replaces what is missing") from e
@@ -697,33 +616,11 @@ def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokeni
 
 def _check_encoder(where: Any, meta: dict, model: nn.Module, tokenizer: Any, encoder: Encoder | None) -> None:
     encoder = encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
-    _same(where, meta, _identity(model, tokenizer, encoder),
+    check_same(where, meta, _identity(model, tokenizer, encoder),
           f"Open it with the encoder that built it ({meta.get('encoder') or 'unnamed'}), or build another index.")
 
 
 # ----------------------------------------------------------------------------------------------------------- retrievers
-
-def _check_queries(queries: Sequence[str]) -> None:
-    if isinstance(queries, str):  # each of its characters would be searched
-        raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]")
-
-
-def _gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Passage numbers of every query's golds; a bare string is a list of one."""
-    _check_queries(queries)
-    if len(queries) != len(gold_ids):
-        raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
-    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
-    if empty := [i for i, g in enumerate(golds) if not g]:
-        raise RetrieverError(f"query {empty[0]} ({queries[empty[0]][:60]!r}) has no gold passage, so no rank; leave "
-                             "such queries out")
-    return [[ids.position(g) for g in gold] for gold in golds]
-
-
-def _check_k(k: int, name: str = "k") -> None:
-    if k < 1:
-        raise RetrieverError(f"{name} is {k}; it must be at least 1")
-
 
 class DenseRetriever:
     """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads."""
@@ -742,7 +639,7 @@ class DenseRetriever:
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """(Q, D) float32 on the encoder's device."""
-        _check_queries(queries)
+        check_queries(queries)
         with self._lock:
             vectors = encode(self.model, self.tokenizer, queries, self.encoder, query=True,
                              batch_tokens=self.batch_tokens, counts=self.counts)
@@ -750,7 +647,7 @@ class DenseRetriever:
 
     def hits(self, queries: Sequence[str], k: int) -> list[Hits | None]:
         """As `search`, with None for a query of which a score is NaN."""
-        _check_k(k)
+        check_k(k)
         out: list[Hits | None] = []
         order = torch.from_numpy(self.passage_ids.order).to(self.device)
         for part in self.encode_queries(queries).split(2048):
@@ -770,152 +667,12 @@ class DenseRetriever:
 
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query by the rule of order; None beyond `cutoff`, FAILED on NaN."""
-        _check_k(cutoff, "cutoff")
-        golds = _gold_positions(self.passage_ids, queries, gold_ids)
+        check_k(cutoff, "cutoff")
+        golds = gold_positions(self.passage_ids, queries, gold_ids)
         out: list = []
         for part in self.encode_queries(queries).split(2048):
             out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff)
         return out
-
-
-def _check_bm25(k1: float, b: float) -> None:
-    if not (k1 >= 0 and 0 <= b <= 1):
-        raise RetrieverError(f"k1 is {k1}, b {b}; BM25 needs k1 >= 0 and 0 <= b <= 1. The usual values are 0.9 and 0.4 "
-                             "(QReCC 0.82 and 0.68).")
-
-
-ANALYSIS = {"words": r"(?u)\b\w\w+\b", "stop_words": "bm25s english (33)", "stemmer": "snowball english"}
-
-
-class EnglishTokenizer:
-    """Words of two and more characters in lower case, less English stop words, stemmed.  One object for both sides."""
-
-    def __init__(self):
-        import Stemmer
-        from bm25s.stopwords import STOPWORDS_EN
-        self._words, self._stop = re.compile(ANALYSIS["words"]).findall, frozenset(STOPWORDS_EN)
-        self._stemmer, self._lock = Stemmer.Stemmer("english"), threading.Lock()  # PyStemmer is not safe among threads
-
-    def __call__(self, text: str) -> list[str]:
-        words = [w for w in self._words(text.lower()) if w not in self._stop]
-        with self._lock:
-            return self._stemmer.stemWords(words)
-
-
-class BM25Retriever:
-    """BM25 as Lucene scores it, by bm25s: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b len/mean)).
-
-    A word that stands n times in the query counts n times.  Of a query the first `query_words` words (split at blanks)
-    are used; `counts["truncated"]` says how many queries were cut.  A score of 0 is no hit, in lists and in ranks.
-    Unlike in Lucene, passage lengths are exact, not rounded to one byte.  Safe to call from several threads.
-    """
-
-    def __init__(self, passages: str | os.PathLike | Iterable[Passage], k1: float = 0.9, b: float = 0.4,
-                 query_words: int = 1024):
-        """passages: a corpus file, or data.Passage objects."""
-        self._setup(k1, b, query_words)
-        ids: list[str] = []
-        self._documents: list[array] | None = []  # word numbers, kept so that k1 and b can change
-        for passage in _passages(passages):
-            ids.append(passage.id)
-            words = self._tokenizer(passage.contents)
-            self._documents.append(array("i", [self._vocabulary.setdefault(w, len(self._vocabulary)) for w in words]))
-        self.passage_ids = PassageIds(ids)
-        if not self._vocabulary:
-            raise RetrieverError(f"none of the {len(ids)} passages holds a word that can be indexed (two characters, no"
-                                 " stop word); look at the corpus file")
-        self._scorer, self._scored_with = None, None
-        self._score()
-
-    def _setup(self, k1: float, b: float, query_words: int) -> None:
-        _check_bm25(k1, b)
-        _check_k(query_words, "query_words")
-        self.k1, self.b, self.query_words = float(k1), float(b), query_words
-        self._tokenizer, self._vocabulary = EnglishTokenizer(), {}
-        self.counts: dict[str, int] = {"truncated": 0}
-        self._lock = threading.Lock()
-
-    def _score(self) -> Any:
-        """bm25s' scorer for the k1 and b of now: changing them takes effect at the next query."""
-        import bm25s
-        with self._lock:
-            if (self.k1, self.b) != self._scored_with:
-                if self._documents is None:
-                    raise RetrieverError(f"a saved BM25 index has its scores computed, with k1, b = {self._scored_with}"
-                                         f"; asked for are {(self.k1, self.b)}. Build another index with these.")
-                _check_bm25(self.k1, self.b)
-                scorer = bm25s.BM25(k1=self.k1, b=self.b, method="lucene")
-                words = bm25s.tokenization.Tokenized(ids=self._documents, vocab=dict(self._vocabulary))
-                scorer.index(words, create_empty_token=False, show_progress=sys.stderr.isatty())
-                self._scorer, self._scored_with = scorer, (self.k1, self.b)
-            return self._scorer
-
-    def scores(self, query: str) -> np.ndarray | None:
-        """(M,) float32 scores of all passages; None where no word of the query is in the corpus."""
-        words = query.split()
-        if len(words) > self.query_words:
-            with self._lock:
-                self.counts["truncated"] += 1
-            query = " ".join(words[:self.query_words])
-        known = [self._vocabulary[w] for w in self._tokenizer(query) if w in self._vocabulary]
-        return self._score().get_scores_from_ids(known) if known else None
-
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The best k passages of every query whose score is above 0, by (score descending, id ascending)."""
-        _check_queries(queries)
-        _check_k(k)
-        done: dict[str, Hits] = {}
-        for query in dict.fromkeys(queries):
-            scores = self.scores(query)
-            found = np.flatnonzero(scores > 0) if scores is not None else []
-            if len(found) > k:
-                kth = np.partition(scores[found], -k)[-k]
-                found = found[scores[found] >= kth]
-            if len(found):
-                found = found[np.lexsort((self.passage_ids.order[found], -scores[found]))][:k]
-            done[query] = [(self.passage_ids[i], float(scores[i])) for i in found]
-        return [list(done[query]) for query in queries]
-
-    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
-        """Rank of the best gold of every query by the rule of order; None beyond `cutoff` or where its score is 0."""
-        _check_k(cutoff, "cutoff")
-        wanted = list(zip(queries, map(tuple, _gold_positions(self.passage_ids, queries, gold_ids))))
-        done: dict[tuple, int | None] = {}
-        for query, gold in dict.fromkeys(wanted):
-            scores, gold_rows = self.scores(query), list(dict.fromkeys(gold))
-            best = scores[gold_rows].max() if scores is not None else 0.0
-            rank = None
-            if best > 0:
-                rank = 1 + int((scores >= best).sum()) - int((scores[gold_rows] >= best).sum())
-            done[query, gold] = rank if rank is not None and rank <= cutoff else None
-        return [done[pair] for pair in wanted]
-
-    def _settings(self) -> dict:
-        return {"format": "bm25-1", "k1": self.k1, "b": self.b, "tokenizer": ANALYSIS,
-                "count": len(self.passage_ids)}
-
-    def save(self, folder: str | os.PathLike, corpus_print: str = "") -> None:
-        """Write the index to `folder`, whole or not at all; `BM25Retriever.open` maps it into memory."""
-        with atomic_folder(os.fspath(folder)) as temporary:
-            self._score().save(temporary, show_progress=False)
-            _write_ids(Path(temporary), self.passage_ids)
-            _write_meta(Path(temporary), self._settings() | {"corpus": corpus_print})
-
-    @classmethod
-    def open(cls, folder: str | os.PathLike, k1: float = 0.9, b: float = 0.4, query_words: int = 1024) -> BM25Retriever:
-        """A saved index, memory-mapped.  RetrieverError: no index, another k1 or b, another tokenizer."""
-        import bm25s
-        folder, self = Path(folder), cls.__new__(cls)
-        meta = _read_meta(folder)
-        if meta is None or meta.get("format") != "bm25-1":
-            raise RetrieverError(f"there is no BM25 index at {folder}; build it with: python retriever.py kind=bm25 "
-                                 f"corpus=FILE index={folder.parent if folder.name == 'bm25' else 'OUT'}")
-        self._setup(k1, b, query_words)
-        self.passage_ids, self._documents = _read_ids(folder), None
-        _same(folder, meta, self._settings(), "Give the values it was built with, or build another index.")
-        self._scorer, self._scored_with = bm25s.BM25.load(folder, mmap=True, show_progress=False), (self.k1, self.b)
-        self._vocabulary = self._scorer.vocab_dict
-        return self
 
 
 class HybridRetriever:
@@ -941,14 +698,14 @@ class HybridRetriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The k best of the fused list of every query; it has at most 2 · depth entries."""
-        _check_k(k)
+        check_k(k)
         both = zip(self.dense.search(queries, self.depth), self.bm25.search(queries, self.depth))
         return [rrf(lists, self.k, weights=self.weights)[:k] for lists in both]
 
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query by the rule of the class; None beyond `cutoff`, FAILED on NaN."""
-        _check_k(cutoff, "cutoff")
-        golds = [{self.passage_ids[i] for i in rows} for rows in _gold_positions(self.passage_ids, queries, gold_ids)]
+        check_k(cutoff, "cutoff")
+        golds = [{self.passage_ids[i] for i in rows} for rows in gold_positions(self.passage_ids, queries, gold_ids)]
         both = zip(self.dense.hits(queries, self.depth), self.bm25.search(queries, self.depth), golds)
         return [FAILED if dense is None else self._rank((dense, sparse), gold, cutoff) for dense, sparse, gold in both]
 
@@ -1081,7 +838,7 @@ class RemoteRetriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The best k passages of every query, as the served retriever orders them.  RetrieverAway: no answer."""
-        _check_k(k)
+        check_k(k)
         queries, out = self._cut(queries), []
         for start in range(0, len(queries), self.batch):
             part = queries[start:start + self.batch]
@@ -1094,7 +851,7 @@ class RemoteRetriever:
 
         RetrieverAway: no request had an answer.  After one without, the next gets one try until the server is back.
         """
-        _check_k(cutoff, "cutoff")
+        check_k(cutoff, "cutoff")
         if len(queries) != len(gold_ids):
             raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
         queries, golds = self._cut(queries), [[g] if isinstance(g, str) else list(g) for g in gold_ids]
@@ -1216,10 +973,10 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
     folder = Path(folder)
     ids, corpus_print = _survey(corpus)
     with only_writer(os.fspath(folder.parent), folder.name):
-        if (meta := _read_meta(folder)) is not None:
-            _same(folder, meta, {"corpus": corpus_print}, "Choose another folder, or delete this one.")
+        if (meta := read_meta(folder)) is not None:
+            check_same(folder, meta, {"corpus": corpus_print}, "Choose another folder, or delete this one.")
             return len(BM25Retriever.open(folder, k1, b).passage_ids), 0
-        BM25Retriever(_passages(corpus), k1, b).save(folder, corpus_print)
+        BM25Retriever(passages_of(corpus), k1, b).save(folder, corpus_print)
     return len(ids), len(ids)
 
 
