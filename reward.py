@@ -187,6 +187,7 @@ def score_rewrite(
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
+ANSWER_METRICS = ("em", "f1", "acc", "precision", "recall")  # in the order of FlashRAG's files
 
 
 def normalize_answer(s: str) -> str:
@@ -194,7 +195,7 @@ def normalize_answer(s: str) -> str:
 
     Punctuation is deleted, not turned into a blank: "1,000" is "1000", "O'Brien" is "obrien", and, by the same rule,
     "3.5" is "35" and "well-known" is "wellknown". Kept because published EM and F1 are computed so. Unicode punctuation
-    (curly quotes, dashes) stays. Accents count: "Cafe" is not "Café".
+    (curly quotes, dashes) stays. Accents count: "Cafe" is not "Café". Only NFC is ours; FlashRAG's function lacks it.
     """
     s = unicodedata.normalize("NFC", s.lower()).translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", s).split())
@@ -206,30 +207,68 @@ def _normalized_golds(golds: str | Iterable[str]) -> list[str]:
     return [gold for gold in map(normalize_answer, golds) if gold]
 
 
-def exact_match(prediction: str | None, golds: str | Iterable[str]) -> float:
-    """1.0 when the normalised prediction equals any normalised gold, else 0.0.
+def answer_metrics(prediction: str | None, golds: str | Iterable[str]) -> dict[str, float]:
+    """The five scores of one answer, keys and order as in ANSWER_METRICS; each is the maximum over the golds.
 
-    0.0 for an empty or missing prediction (None: nothing could be extracted), and when no gold is left to match.
+    em         the normalised prediction equals a normalised gold
+    f1         token F1 = 2PR / (P + R) of normalised words, counted as multisets
+    acc        "sub-EM": a gold is a substring of the prediction, character by character ("no" is in "nothing")
+    precision  P = common words / predicted words
+    recall     R = common words / gold words
+
+    P, R and F1 may come from different golds, so the F1 is not always that of the P and R beside it. In these three a
+    gold gives 0 when either side is exactly yes, no or noanswer and the two differ. Tokens are what white space
+    separates: scripts without blanks (Chinese, Japanese, Thai) earn an exact copy only. All are 0.0 for an empty or
+    missing prediction (None: nothing could be extracted), and when no gold is left to match.
     """
-    return float(normalize_answer(prediction or "") in _normalized_golds(golds))
+    predicted, golds = normalize_answer(prediction or ""), _normalized_golds(golds)
+    scores = dict.fromkeys(ANSWER_METRICS, 0.0)
+    if predicted:
+        scores["em"] = float(predicted in golds)
+        scores["acc"] = float(any(gold in predicted for gold in golds))
+    for gold in golds:
+        if predicted != gold and (predicted in _CLOSED_ANSWERS or gold in _CLOSED_ANSWERS):
+            continue
+        words, gold_words = predicted.split(), gold.split()
+        common = sum((Counter(words) & Counter(gold_words)).values())
+        if common:
+            p, r = common / len(words), common / len(gold_words)
+            found = {"f1": (2 * p * r) / (p + r), "precision": p, "recall": r}  # FlashRAG's arithmetic, to the last bit
+            scores |= {name: max(value, scores[name]) for name, value in found.items()}
+    return scores
+
+
+def exact_match(prediction: str | None, golds: str | Iterable[str]) -> float:
+    """1.0 when the normalised prediction equals any normalised gold, else 0.0 (`answer_metrics`)."""
+    return answer_metrics(prediction, golds)["em"]
 
 
 def f1_score(prediction: str | None, golds: str | Iterable[str]) -> float:
-    """Token F1 = 2PR / (P + R) of normalised words, counted as multisets; the maximum over the golds.
+    """Token F1, the maximum over the golds, with the guard for yes and no (`answer_metrics`)."""
+    return answer_metrics(prediction, golds)["f1"]
 
-    A gold gives 0 when either side is exactly yes, no or noanswer and the two differ. Tokens are what white space
-    separates: scripts without blanks (Chinese, Japanese, Thai) earn an exact copy only. 0.0 as in `exact_match`.
+
+def sub_exact_match(prediction: str | None, golds: str | Iterable[str]) -> float:
+    """1.0 when any normalised gold stands inside the normalised prediction, else 0.0: "acc" of `answer_metrics`."""
+    return answer_metrics(prediction, golds)["acc"]
+
+
+def gold_recall(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
+    """Share of the gold passages that stand among `retrieved`, the ids that all searches of an episode returned.
+
+    An id returned twice counts once. ValueError without a gold passage: there is nothing to recall, ask who is judged.
     """
-    predicted = normalize_answer(prediction or "")
-    return max((_token_f1(predicted, gold) for gold in _normalized_golds(golds)), default=0.0)
+    if isinstance(retrieved, str) or isinstance(gold_ids, str):
+        raise ValueError(f"retrieved={retrieved!r}, gold_ids={gold_ids!r}: give lists of passage ids, not one string")
+    golds = set(gold_ids)
+    if not golds:
+        raise ValueError("gold_ids is empty; recall of gold passages is defined for questions that have one")
+    return len(golds.intersection(retrieved)) / len(golds)
 
 
-def _token_f1(predicted: str, gold: str) -> float:
-    if predicted != gold and (predicted in _CLOSED_ANSWERS or gold in _CLOSED_ANSWERS):
-        return 0.0
-    words, gold_words = predicted.split(), gold.split()
-    common = sum((Counter(words) & Counter(gold_words)).values())
-    return 2 * common / (len(words) + len(gold_words))  # = 2PR / (P + R); gold is never empty here
+def all_gold(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
+    """1.0 when every gold passage stands among `retrieved`, else 0.0: did the episode find all hops? Else as above."""
+    return float(gold_recall(retrieved, gold_ids) == 1.0)
 
 
 def extract_answer(text: str) -> str | None:
