@@ -516,12 +516,7 @@ def write_cast(cfg: Cast19Config, name: str, topics: Iterable[dict], paths: dict
                published: Published) -> dict:
     """Corpus (`MARCO_…` and `CAR_…` ids), judged turns as test.jsonl and the official grades as test.qrels."""
     said = list(topics)
-    grades: dict[str, dict[str, int]] = {}
-    for number, line in read_lines(paths["qrels"]):
-        columns = line.split()
-        if len(columns) != 4 or not re.fullmatch(r"-?\d+", columns[3]):
-            raise DataError(f"{paths['qrels']}:{number}: {line[:80]!r}; query, 0, passage and grade are expected")
-        grades.setdefault(columns[0], {})[columns[2]] = int(columns[3])
+    grades = read_grades(paths["qrels"])
     responses = {turn["response"]: "" for turn in said if turn.get("response")}
     golds = {p for gains in grades.values() for p, grade in gains.items() if grade >= cfg.relevant_from}
     tally: Counter = Counter()
@@ -571,9 +566,24 @@ def write_cast(cfg: Cast19Config, name: str, topics: Iterable[dict], paths: dict
 
     counts |= write_splits(folder, ("test",), turns())
     published.check("judged turns that are in the topics", counts["test_turns"], len(grades), "topics and qrels differ")
-    with atomic_write(f"{folder}/test.qrels") as f:
-        f.writelines(f"{key} 0 {p} {grade}\n" for key, gains in grades.items() for p, grade in gains.items())
+    write_grades(f"{folder}/test.qrels", grades)
     return counts | {"turns": len(said)}
+
+
+def read_grades(path: str) -> dict[str, dict[str, int]]:
+    """Query id → passage or document id → grade, of the track's qrels."""
+    grades: dict[str, dict[str, int]] = {}
+    for number, line in read_lines(path):
+        columns = line.split()
+        if len(columns) != 4 or not re.fullmatch(r"-?\d+", columns[3]):
+            raise DataError(f"{path}:{number}: {line[:80]!r}; query, 0, passage and grade are expected")
+        grades.setdefault(columns[0], {})[columns[2]] = int(columns[3])
+    return grades
+
+
+def write_grades(path: str, grades: dict[str, dict[str, int]]) -> None:
+    with atomic_write(path) as f:
+        f.writelines(f"{key} 0 {p} {grade}\n" for key, gains in grades.items() for p, grade in gains.items())
 
 
 def car_paragraphs(path: str) -> Iterator[tuple[str, str]]:
@@ -586,6 +596,149 @@ def car_paragraphs(path: str) -> Iterator[tuple[str, str]]:
         for paragraph in iter_paragraphs(f):
             yield str(paragraph.para_id), paragraph.get_text()
 
+# ------------------------------------------------------------------------------------------------------ TREC CAsT 2021
+
+CAST21 = {
+    "topics": _cast_file("2021/2021_manual_evaluation_topics_v1.0.json",
+                         "928af52d98fa1708c3b1eca5c459bd96b031f41cedf5505c328ecbeba24947a8"),
+    "qrels": _cast_file("2021/trec-cast-qrels-docs.2021.qrel",
+                        "6bb6b94b3fc2c232e3ecd9bcc91466be87c87dec72d8461c436b90df3b5eaeb1"),
+    "duplicates": _cast_file("2021/duplicate_files/marco_duplicates.txt",
+                             "1ff527a87bb13af4d2caa612b4dea5ff58920f9ca3cf534b69ea98b08005339e"),
+}
+CAST21_COUNTS = {"turns": 239, "test_turns": 158, "MARCO documents": 3_213_835, "KILT documents": 5_903_530}
+CAST21_PASSAGES = """  passages/*.jsonl or passages/*.trecweb  (made from three collections by the track's own tool: nothing else splits as
+    it does, and a passage is named by its place in that splitting)
+    1. msmarco-docs.tsv.gz from https://msmarco.blob.core.windows.net/msmarcoranking/msmarco-docs.tsv.gz,
+       kilt_knowledgesource.json from http://dl.fbaipublicfiles.com/KILT/kilt_knowledgesource.json and
+       WashingtonPost.v4.tar.gz from https://trec.nist.gov/data/wapost/ (after an agreement with NIST)
+    2. git clone https://github.com/grill-lab/trec-cast-tools && cd trec-cast-tools/corpus_processing
+       pip install -r requirements.txt && touch none
+       python3 main.py --skip_process_marco_v2 --output_type jsonlines --duplicates_file none \\
+         --kilt_collection KILT --wapo_collection WAPO
+       python3 -c 'from generators.marco_v1_generator import MARCO_v1_Generator as M; from passage_chunkers import *;
+       from utils import *; process_batch("MARCO_v1", M("MSMARCO-DOCS", "none").generate_documents(), PassageChunker(),
+       "jsonlines", "files/jsonlines", "files/md5_hashes")'
+    3. put files/jsonlines/*.jsonl into passages/"""
+
+
+@dataclass
+class Cast21Config(PublicConfig):
+    """`prepare.py cast21`"""
+
+    relevant_from: int = 1
+    """lowest grade of a gold document; the qrels keep the official grades whatever this says"""
+
+
+def cast21(cfg: Cast21Config) -> dict:
+    """TREC CAsT 2021: passages of MS MARCO documents, KILT and the Washington Post; its qrels judge documents.
+
+    Passage ids are DOCUMENT-N, as in the track's runs; gold_ids are documents.  (Passage numbers differed between
+    versions of the splitter, so NIST judged documents.)  `evaluate.py documents=true` scores a document by its best
+    passage.  MARCO's duplicates and the repeated ids of the Washington Post are left out, as the track says.
+    """
+    def write(paths: dict[str, str], folder: str, published: Published) -> dict:
+        made = os.path.join(cfg.source, "passages")
+        if not os.path.isdir(made) or not os.listdir(made):
+            raise DataError(f"source={cfg.source}: the passages are missing:\n{CAST21_PASSAGES}")
+        files = sorted(os.listdir(made), key=lambda n: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", n)])
+        grades = read_grades(paths["qrels"])
+        golds = {d for gains in grades.values() for d, grade in gains.items() if grade >= cfg.relevant_from}
+        copies = {f"MARCO_{copy.strip()}" for _, line in read_lines(paths["duplicates"])
+                  for copy in line.partition(":")[2].split(",")}
+        tally: Counter = Counter()
+        news: set[str] = set()  # ids of the Washington Post's articles: the one collection that repeats them
+
+        def passages() -> Iterator[dict]:
+            for file in files:
+                for where, document, title, parts in cast_documents(os.path.join(made, file)):
+                    collection = document.partition("_")[0]
+                    if collection not in ("MARCO", "KILT", "WAPO"):
+                        raise DataError(f"{where}: document {document!r}; ids begin with MARCO_, KILT_ or WAPO_")
+                    tally[f"{collection} documents"] += 1
+                    if document in copies or document in news:
+                        tally["duplicates_left_out"] += 1
+                        continue
+                    if collection == "WAPO":
+                        news.add(document)
+                    golds.discard(document)
+                    for number, text in parts:
+                        yield {"id": f"{document}-{number}", "title": squeeze(title), "text": squeeze(text)}
+
+        counts = {"passages": write_corpus(f"{folder}/corpus.jsonl", passages(), 40_000_000, "cast21 passages"), **tally}
+        why = "a file of passages/ is missing (the tool numbers them from 0) or the tool left duplicates out itself"
+        for key in ("MARCO documents", "KILT documents"):
+            published.check(key, tally[key], CAST21_COUNTS[key], why)
+        published.check("relevant documents without passages", len(golds), 0,
+                        f"for example {min(golds, default='')}: {why}")
+
+        def turns() -> Iterator[tuple[str, Turn]]:
+            for where, topic in read_array(paths["topics"]):
+                context: list[tuple[str, str]] = []
+                for turn in get(topic, "turn", where, list):
+                    number, n = get(topic, "number", where), get(turn, "number", where, int)
+                    key, question = f"{number}_{n}", squeeze(get(turn, "raw_utterance", where))
+                    answer = squeeze(get(turn, "passage", where))
+                    tally["turns"] += 1
+                    if key in grades:
+                        relevant = [d for d, grade in grades[key].items() if grade >= cfg.relevant_from]
+                        yield "test", Turn(
+                            key, number, n, list(context), question, relevant, answer=answer,
+                            rewrite=squeeze(get(turn, "manual_rewritten_utterance", where)),
+                            extra={"automatic_rewrite": squeeze(get(turn, "automatic_rewritten_utterance", where))})
+                    context.append((question, answer))
+
+        counts |= write_splits(folder, ("test",), turns()) | {"turns": tally["turns"]}
+        for key in ("turns", "test_turns"):
+            published.check(key, counts[key], CAST21_COUNTS[key], "a file is cut off or of another version")
+        write_grades(f"{folder}/test.qrels", grades)
+        return counts
+
+    return make_public(cfg, "cast21", CAST21, write)
+
+
+PASSAGE = re.compile(r"<passage id=\"?(\d+)\"?>", re.IGNORECASE)
+
+
+def cast_documents(path: str) -> Iterator[tuple[str, str, str, list[tuple[int, str]]]]:
+    """(where, document id, title, [(passage number, text)]) of a file that the track's tool wrote, a document at a time.
+
+    Its two forms: JSONL with `contents` a list of `{"body", "id"}`, and TREC web (of 2021 and of 2022, which differ in
+    capitals and in whether passages count from 0 or 1: the numbers are taken as they stand).
+    """
+    if path.endswith(".jsonl"):
+        for number, row in read_jsonl(path):
+            where = f"{path}:{number}"
+            yield where, get(row, "id", where), get(row, "title", where), [
+                (get(part, "id", where, int), get(part, "body", where)) for part in get(row, "contents", where, list)]
+        return
+    if not path.endswith(".trecweb"):
+        raise DataError(f"{path}: the track's tool writes .jsonl or .trecweb; take other files out of passages/")
+    document = title = passage = None
+    parts: list[tuple[int, str]] = []
+    for number, line in read_lines(path):
+        where = f"{path}:{number}"
+        if passage is not None:
+            if line.strip().lower() == "</passage>":
+                parts.append((passage, "\n".join(body)))
+                passage = None
+            else:
+                body.append(line)
+        elif found := PASSAGE.fullmatch(line.strip()):
+            passage, body = int(found[1]), []
+        elif line.startswith("<DOCNO>"):
+            document, title, parts = line.removeprefix("<DOCNO>").partition("</DOCNO>")[0].strip(), "", []
+        elif line.startswith("<TITLE>"):
+            title = line.removeprefix("<TITLE>").partition("</TITLE>")[0]
+        elif line.strip() == "</DOC>":
+            if not document:
+                raise DataError(f"{where}: a document ends that had no <DOCNO>; make the file again")
+            yield where, document, title, parts
+            document = None
+    if document or passage is not None:
+        raise DataError(f"{path}: the file ends inside document {document!r}; make it again")
+
+
 # ------------------------------------------------------------------------------------------------------- sub-commands
 
 COMMANDS = {
@@ -595,4 +748,5 @@ COMMANDS = {
     "mtrag": (MtragConfig, mtrag),
     "cast19": (Cast19Config, cast19),
     "cast20": (Cast20Config, cast20),
+    "cast21": (Cast21Config, cast21),
 }

@@ -21,7 +21,7 @@ import pytest
 import conversations
 import official
 import prepare
-from conversations import CanardConfig, Cast19Config, Cast20Config, MtragConfig, QreccConfig, TopiocqaConfig
+from conversations import CanardConfig, Cast19Config, Cast20Config, Cast21Config, MtragConfig, QreccConfig, TopiocqaConfig
 from data import DataError, read_corpus, read_turns
 from prepare import ParquetConfig
 
@@ -187,7 +187,7 @@ def test_missing_files_are_listed_with_their_addresses(tmp_path):
     assert "zenodo.org/records/6151011/files/data/retriever/all_history/dev.json" in str(e.value)
     assert f"{raw}/full_wiki_segments.tsv" in str(e.value) and "topiocqa_train.json" not in str(e.value)
     for main, config in ((conversations.qrecc, QreccConfig), (conversations.canard, CanardConfig), (conversations.mtrag, MtragConfig),
-                         (conversations.cast19, Cast19Config), (conversations.cast20, Cast20Config)):
+                         (conversations.cast19, Cast19Config), (conversations.cast20, Cast20Config), (conversations.cast21, Cast21Config)):
         with pytest.raises(DataError, match="(?s)files are missing.*https?://"):
             main(config(source=f"{tmp_path}/nowhere", out=f"{tmp_path}/out"))
 
@@ -533,6 +533,100 @@ def test_cast_says_which_package_reads_car(tmp_path, cast_source, monkeypatch):
     monkeypatch.setitem(sys.modules, "trec_car.read_data", None)
     with pytest.raises(DataError, match="pip install trec-car-tools"):
         conversations.cast19(Cast19Config(source=cast_source, out=f"{tmp_path}/out"))
+
+
+# -------------------------------------------------------------------------------------------------------------- cast21
+
+WEB_2021 = """<DOC>
+<DOCNO>KILT_7</DOCNO>
+<DOCHDR>
+</DOCHDR>
+<HTML>
+<TITLE>Worlingworth "the village"</TITLE>
+<URL>http://x</URL>
+<BODY>
+<passage id=0>
+A village.\tIn Suffolk.
+
+Section::::History.
+</passage>
+<passage id=1>
+
+</passage>
+</BODY>
+</HTML>
+</DOC>
+
+"""
+WEB_2022 = """<DOC>
+<DOCNO>WAPO_1fbc-11e3</DOCNO>
+<TITLE></TITLE>
+<BODY>
+<PASSAGE id=1>
+Biopsies and cancer news.
+</PASSAGE>
+</BODY>
+</DOC>
+"""
+
+
+@pytest.fixture
+def cast21_source(tmp_path, monkeypatch):
+    raw = tmp_path / "raw"
+    turns = [{"number": n, "raw_utterance": f"raw {n} \ud83d", "passage": f"the  response\n{n}", "canonical_result_id": "MARCO_D1",
+              "passage_id": n, "manual_rewritten_utterance": f"breast biopsy {n}", "automatic_rewritten_utterance": f"auto {n}"}
+             for n in range(1, 11)]
+    put(f"{raw}/2021/2021_manual_evaluation_topics_v1.0.json", b"\xef\xbb\xbf" + json.dumps([{"number": 106, "turn": turns}]).encode())
+    put(f"{raw}/2021/trec-cast-qrels-docs.2021.qrel",
+        "106_1 0 MARCO_D1 4\r\n106_1 0 KILT_7 0\r\n106_10 0 WAPO_1fbc-11e3 1\r\n106_10 0 MARCO_D1 2\r\n")
+    put(f"{raw}/2021/duplicate_files/marco_duplicates.txt", "D1:D2,D3\nD9:D10\n")
+    document = {"url": "u", "title": "Breast  biopsy", "contents": [
+        {"body": "What a biopsy is. ", "id": 1}, {"body": "Common \"types\" of breast cancer.", "id": 2}]}
+    put(f"{raw}/passages/MARCO_v1_10.jsonl", "".join(json.dumps(document | {"id": i}) + "\r\n" for i in ("MARCO_D3", "MARCO_D4")))
+    put(f"{raw}/passages/MARCO_v1_9.jsonl", json.dumps(document | {"id": "MARCO_D1"}) + "\n")
+    put(f"{raw}/passages/kilt_knowledgesource.json.trecweb", WEB_2021.replace("\n", "\r\n"))
+    put(f"{raw}/passages/WaPo_0.trecweb", WEB_2022 + WEB_2022)
+    monkeypatch.setattr(conversations, "CAST21_COUNTS", {"turns": 10, "test_turns": 2, "MARCO documents": 3, "KILT documents": 1})
+    for key, file in conversations.CAST21.items():
+        monkeypatch.setitem(conversations.CAST21, key, official.Official(file.names, file.url))
+    return str(raw)
+
+
+def test_cast21_reads_both_forms_of_the_tracks_tool_and_leaves_copies_out(tmp_path, cast21_source):
+    out = f"{tmp_path}/out"
+    result = conversations.cast21(Cast21Config(source=cast21_source, out=out, relevant_from=2))
+    assert result["duplicates_left_out"] == 2 and result["passages"] == 7 and result["WAPO documents"] == 2
+    corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
+    assert list(corpus) == ["MARCO_D1-1", "MARCO_D1-2", "MARCO_D4-1", "MARCO_D4-2", "WAPO_1fbc-11e3-1", "KILT_7-0", "KILT_7-1"]
+    assert corpus["MARCO_D1-2"].contents == 'Breast biopsy Common "types" of breast cancer.'  # file 9 before file 10
+    assert corpus["KILT_7-0"].contents == 'Worlingworth "the village" A village. In Suffolk. Section::::History.'
+    assert corpus["KILT_7-1"].text == "" and corpus["WAPO_1fbc-11e3-1"].contents == "Biopsies and cancer news."
+    turns = turns_by_id(out, "test")
+    assert list(turns) == ["106_1", "106_10"] and turns["106_10"].gold_ids == ["MARCO_D1"]
+    assert turns["106_10"].context[8] == ("raw 9 \ufffd", "the response 9") and len(turns["106_10"].context) == 9
+    assert turns["106_1"].rewrite == "breast biopsy 1" and turns["106_1"].extra == {"automatic_rewrite": "auto 1"}
+    assert lines(f"{out}/test.qrels") == ["106_1 0 MARCO_D1 4", "106_1 0 KILT_7 0", "106_10 0 WAPO_1fbc-11e3 1", "106_10 0 MARCO_D1 2"]
+
+
+def test_cast21_says_how_its_passages_are_made(tmp_path, cast21_source):
+    os.rename(f"{cast21_source}/passages", f"{tmp_path}/elsewhere")
+    with pytest.raises(DataError, match="(?s)passages are missing.*git clone https://github.com/grill-lab/trec-cast-tools"):
+        conversations.cast21(Cast21Config(source=cast21_source, out=f"{tmp_path}/out"))
+
+
+@pytest.mark.parametrize("file, content, said", [
+    ("WaPo_0.trecweb", WEB_2022[:-8], "ends inside document 'WAPO_1fbc-11e3'"),
+    ("WaPo_0.trecweb", WEB_2022.replace("<DOCNO>WAPO_1fbc-11e3</DOCNO>\n", ""), "had no <DOCNO>"),
+    ("WaPo_0.trecweb", WEB_2022.replace("WAPO_", "CAR_"), "'CAR_1fbc-11e3'; ids begin with"),
+    ("MARCO_v1_9.jsonl", "{}\n", "'id' is 'None'"),
+    ("notes.txt", "x", "take other files out of passages"),
+    ("MARCO_v1_9.jsonl", "\n", "MARCO documents: 2 found but 3 published"),
+    ("kilt_knowledgesource.json.trecweb", "", "KILT documents: 0 found"),
+])
+def test_cast21_bad_passages_are_named(tmp_path, cast21_source, file, content, said):
+    put(f"{cast21_source}/passages/{file}", content)
+    with pytest.raises(DataError, match=said):
+        conversations.cast21(Cast21Config(source=cast21_source, out=f"{tmp_path}/out"))
 
 
 # ------------------------------------------------------------------------------------------- restarts, folders, network
