@@ -77,20 +77,26 @@ class Question:
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing file or a bad line."""
+    return ((number, line) for number, _, line in located_lines(path))
+
+
+def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
+    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a number and byte."""
     try:
         f = open(path, "rb")
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
     with f:
-        for number, raw in enumerate(f, 1):
-            if number == 1:
-                raw = raw.removeprefix(b"\xef\xbb\xbf")
-            raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+        number, byte = start
+        f.seek(byte)
+        for number, raw in enumerate(f, number):
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             try:
-                yield number, raw.decode("utf-8")
+                yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
             except UnicodeDecodeError as e:
                 raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
                                 "convert the file to UTF-8 (iconv)") from e
+            byte += len(raw)
 
 
 def _no_constant(name: str) -> float:
@@ -106,19 +112,20 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
+def _object(line: str, where: str) -> dict:
+    """The JSON object of a line; DataError names what is none."""
+    try:
+        row = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{where}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a line must be one JSON object, not {line[:40]!r}")
+    return _scrub(row) if "\\ud" in line.lower() else row
+
+
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """(line number, object) of a JSONL file; blank lines are passed over, all else that is no object is an error."""
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as e:
-            raise DataError(f"{path}:{number}: not valid JSON ({e}): {line[:80]!r}; "
-                            "every line must be one whole object") from e
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: a line must be one JSON object, not {line[:40]!r}")
-        yield number, _scrub(row) if "\\ud" in line.lower() else row
+    return ((number, _object(line, f"{path}:{number}")) for number, line in read_lines(path) if line.strip())
 
 
 def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
@@ -173,34 +180,41 @@ def read_corpus(path: str) -> Iterator[Passage]:
     DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three columns.
     """
     seen: set[str] = set()
-
-    def rows() -> Iterator[tuple[int, Passage]]:
-        if path.endswith(".tsv"):
-            for number, line in read_lines(path):
-                columns = line.split("\t")
-                if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
-                    continue
-                if len(columns) != 3:
-                    raise DataError(f"{path}:{number}: {len(columns)} tab-separated columns; a corpus TSV has three: "
-                                    "id, text, title; replace tabs inside a field, or use JSONL")
-                yield number, Passage(columns[0], columns[2].strip(), columns[1])
-        else:
-            for number, row in read_jsonl(path):
-                where = f"{path}:{number}"
-                if "contents" in row and "text" not in row:
-                    yield number, Passage(_text(row, "id", where), "", _text(row, "contents", where))
-                else:
-                    title = _text(row, "title", where, required=False) or ""
-                    yield number, Passage(_text(row, "id", where), title.strip(), _text(row, "text", where))
-
-    for number, passage in rows():
-        _id(passage.id, "id", f"{path}:{number}")
+    for number, _, passage in located_passages(path):
         if passage.id in seen:
             raise DataError(f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be unique")
         seen.add(passage.id)
         yield passage
     if not seen:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
+
+
+def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, Passage]]:
+    """(line number, the line's first byte, passage) of a corpus file from a place on; holds no id, so twice is no error.
+
+    For files larger than memory: several processes read their own parts of one, and who needs unique ids sorts them.
+    """
+    for number, byte, line in located_lines(path, start):
+        where = f"{path}:{number}"
+        if path.endswith(".tsv"):
+            columns = line.split("\t")
+            if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
+                continue
+            if len(columns) != 3:
+                raise DataError(f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, text, "
+                                "title; replace tabs inside a field, or use JSONL")
+            passage = Passage(columns[0], columns[2].strip(), columns[1])
+        elif line.strip():
+            row = _object(line, where)
+            if "contents" in row and "text" not in row:
+                passage = Passage(_text(row, "id", where), "", _text(row, "contents", where))
+            else:
+                title = _text(row, "title", where, required=False) or ""
+                passage = Passage(_text(row, "id", where), title.strip(), _text(row, "text", where))
+        else:
+            continue
+        _id(passage.id, "id", where)
+        yield number, byte, passage
 
 
 _TURN_FIELDS = {"query_id", "conversation_id", "turn", "context", "question", "gold_ids", "answer", "rewrite",
