@@ -8,127 +8,19 @@ whose score is at least the gold's, other golds left out; a score of 0 is no hit
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 import threading
 from array import array
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 
-from data import Passage, atomic_folder, atomic_write, read_corpus
-
-Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
-
-
-class RetrieverError(ValueError):
-    """Bad input to the retriever: the message names the value, the rule and the way out."""
-
-    exit_status = 2
-
-
-# ---------------------------------------------------------------------------------- ids, and what an index folder holds
-
-class PassageIds:
-    """The ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`; unique, free of blanks."""
-
-    def __init__(self, ids: Sequence[str]):
-        self._ids = list(ids)
-        self._position = {id_: i for i, id_ in enumerate(self._ids)}
-        if not self._ids:
-            raise RetrieverError("the corpus has no passages; an index needs at least one")
-        if len(self._position) < len(self._ids):
-            twice = next(id_ for i, id_ in enumerate(self._ids) if self._position[id_] != i)
-            raise RetrieverError(f"passage id {twice!r} occurs more than once; ids must be unique: rename or drop one")
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, i: int) -> str:
-        return self._ids[i]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
-
-    def __contains__(self, id_: object) -> bool:
-        return id_ in self._position
-
-    def position(self, id_: str) -> int:
-        if id_ not in self._position:
-            raise RetrieverError(f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index the"
-                                 " corpus that the gold ids come from, or correct the id")
-        return self._position[id_]
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """(M,) int64: the place of each id in ascending order of ids, for ties."""
-        place = np.empty(len(self), dtype=np.int64)
-        place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
-        return place
-
-
-def passages_of(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
-    return read_corpus(os.fspath(corpus)) if isinstance(corpus, (str, os.PathLike)) else iter(corpus)
-
-
-def write_ids(folder: Path, ids: PassageIds) -> None:
-    with atomic_write(str(folder / "ids.txt")) as f:
-        f.writelines(f"{id_}\n" for id_ in ids)
-
-
-def read_ids(folder: Path) -> PassageIds:
-    return PassageIds((folder / "ids.txt").read_text("utf-8").split("\n")[:-1])
-
-
-def read_meta(folder: Path) -> dict | None:
-    """meta.json of an index folder; None where there is none."""
-    try:
-        return json.loads((folder / "meta.json").read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as e:
-        raise RetrieverError(f"{folder}/meta.json is not valid JSON ({e}); delete the folder and build again") from e
-
-
-def write_meta(folder: Path, meta: dict) -> None:
-    with atomic_write(str(folder / "meta.json")) as f:
-        json.dump(meta, f, indent=1, ensure_ascii=False)
-        f.write("\n")
-
-
-def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
-    """RetrieverError naming the first setting in which an index on disk differs from what is asked for."""
-    for key, value in want.items():
-        if have.get(key) != value:
-            raise RetrieverError(f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is {value!r}"
-                                 f"; they must be equal. {way_out}")
-
-
-def check_queries(queries: Sequence[str]) -> None:
-    if isinstance(queries, str):  # each of its characters would be searched
-        raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]")
-
-
-def gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Passage numbers of every query's golds; a bare string is a list of one."""
-    check_queries(queries)
-    if len(queries) != len(gold_ids):
-        raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
-    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
-    if empty := [i for i, g in enumerate(golds) if not g]:
-        raise RetrieverError(f"query {empty[0]} ({queries[empty[0]][:60]!r}) has no gold passage, so no rank; leave "
-                             "such queries out")
-    return [[ids.position(g) for g in gold] for gold in golds]
-
-
-def check_k(k: int, name: str = "k") -> None:
-    if k < 1:
-        raise RetrieverError(f"{name} is {k}; it must be at least 1")
-
+from data import Passage, atomic_folder
+from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions, passages_of,
+                      read_ids, read_meta, write_ids, write_meta)
 
 # ----------------------------------------------------------------------------------------------------------------- BM25
 

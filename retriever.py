@@ -35,10 +35,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bm25 import BM25Retriever, Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions
-from bm25 import passages_of, read_ids, read_meta, write_ids, write_meta
+from bm25 import BM25Retriever
 from config import run, save_config
 from data import Passage, atomic_write, only_writer, read_corpus
+from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions, passages_of,
+                      read_ids, read_meta, write_ids, write_meta)
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
 # copies out; it needs the imports above less those of this project (and a ValueError named RetrieverError): torch,

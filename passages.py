@@ -1,0 +1,259 @@
+"""The passages of an index: their ids on disk, one pass over a corpus, and the settings that an index folder keeps.
+
+A file of its own because the dense index, BM25 and worker processes share it: it needs numpy and the standard library
+alone, so a process that only reads and tokenises starts at once.  Nothing here grows in memory with the text of a corpus;
+at 54 million passages the ids take their text, 16 bytes a passage on disk, and what pages of it are in use in memory.
+
+Shapes: M passages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import mmap
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from data import Passage, atomic_write, located_passages, read_corpus
+
+
+Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
+
+
+class RetrieverError(ValueError):
+    """Bad input to the retriever: the message names the value, the rule and the way out."""
+
+    exit_status = 2
+
+
+# ------------------------------------------------------------------------------------------------------------------ ids
+
+class PassageIds:
+    """The ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`; unique, free of blanks."""
+
+    def __init__(self, ids: Sequence[str]):
+        self._ids = list(ids)
+        self._position = {id_: i for i, id_ in enumerate(self._ids)}
+        if not self._ids:
+            raise RetrieverError("the corpus has no passages; an index needs at least one")
+        if len(self._position) < len(self._ids):
+            twice = next(id_ for i, id_ in enumerate(self._ids) if self._position[id_] != i)
+            raise _twice(twice)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: int) -> str:
+        return self._ids[i]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __contains__(self, id_: object) -> bool:
+        return self._find(id_) is not None
+
+    def _find(self, id_: object) -> int | None:
+        return self._position.get(id_)
+
+    def position(self, id_: str) -> int:
+        """The number of the passage with that id; RetrieverError where there is none."""
+        row = self._find(id_)
+        if row is None:
+            raise RetrieverError(f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index the"
+                                 " corpus that the gold ids come from, or correct the id")
+        return row
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """(M,) integers: the place of each id in ascending order of ids, for ties."""
+        place = np.empty(len(self), dtype=np.int64)
+        place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
+        return place
+
+
+class StoredIds(PassageIds):
+    """The ids that `write_ids` wrote to a folder, memory-mapped: text, line starts, and the rows in order of ids.
+
+    An id is found by bisection in the sorted rows.  UTF-8 bytes sort as Python's strings do.
+    """
+
+    def __init__(self, folder: Path):
+        with open(folder / "ids.txt", "rb") as f:
+            self._text = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        self._start = np.load(folder / "ids.start.npy", mmap_mode="r")  # (M + 1,) first bytes of the lines
+        self._sorted = np.load(folder / "ids.sorted.npy", mmap_mode="r")  # (M,) rows by ascending id
+        self._place = np.load(folder / "ids.order.npy", mmap_mode="c")  # (M,) its inverse
+        if not len(self._start) - 1 == len(self._sorted) == len(self._place) or self._start[-1] != len(self._text):
+            raise ValueError(f"{folder}/ids.txt and its ids.*.npy do not belong together")
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def _bytes(self, i: int) -> bytes:
+        return self._text[int(self._start[i]):int(self._start[i + 1]) - 1]
+
+    def __getitem__(self, i: int) -> str:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"passage {i} of {len(self)}")
+        return self._bytes(i % len(self)).decode("utf-8")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._bytes(i).decode("utf-8") for i in range(len(self)))
+
+    def _find(self, id_: object) -> int | None:
+        if not isinstance(id_, str):
+            return None
+        wanted, low, high = id_.encode("utf-8", "surrogatepass"), 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self._bytes(int(self._sorted[middle])) < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        row = int(self._sorted[low]) if low < len(self) else None
+        return row if row is not None and self._bytes(row) == wanted else None
+
+    @property
+    def order(self) -> np.ndarray:
+        """(M,) integers, memory-mapped: the place of each id in ascending order of ids, for ties."""
+        return self._place
+
+
+def _twice(id_: str) -> RetrieverError:
+    return RetrieverError(f"passage id {id_!r} occurs more than once; ids must be unique: rename or drop one")
+
+
+def write_ids(folder: Path, ids: Iterable[str], run: int = 1 << 20) -> int:
+    """Write the ids of an index for `read_ids`; their number.  RetrieverError: none, or one that occurs twice.
+
+    `run` ids at a time are sorted in memory, the runs then merged, so memory holds one run and 20 bytes a passage.
+    """
+    starts = [0]
+    start = np.zeros(1, dtype=np.int64)
+    with atomic_write(str(folder / "ids.txt"), "wb") as f:
+        for id_ in ids:
+            starts.append(starts[-1] + f.write(f"{id_}\n".encode()))
+            if len(starts) > run:
+                start, starts = np.concatenate([start, starts[1:]]), starts[-1:]
+    start = np.concatenate([start, np.array(starts[1:], dtype=np.int64)])
+    if (count := len(start) - 1) == 0:
+        os.remove(folder / "ids.txt")
+        raise RetrieverError("the corpus has no passages; an index needs at least one")
+    with open(folder / "ids.txt", "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        def id_at(row: int) -> bytes:
+            return text[start[row]:start[row + 1] - 1]
+
+        runs = [sorted(range(first, min(first + run, count)), key=id_at) for first in range(0, count, run)]
+        runs = [np.array(rows, dtype=np.int32 if count < 1 << 31 else np.int64) for rows in runs]
+        rows, last = np.empty(count, dtype=runs[0].dtype), None
+        for place, (id_, row) in enumerate(heapq.merge(*(((id_at(r), r) for r in rows_) for rows_ in runs))):
+            if id_ == last:
+                os.remove(folder / "ids.txt")
+                raise _twice(id_.decode("utf-8"))
+            rows[place], last = row, id_
+    inverse = np.empty_like(rows)
+    inverse[rows] = np.arange(count, dtype=rows.dtype)
+    for name, array in (("start", start), ("sorted", rows), ("order", inverse)):
+        with atomic_write(str(folder / f"ids.{name}.npy"), "wb") as f:
+            np.save(f, array)
+    return count
+
+
+def read_ids(folder: Path) -> StoredIds:
+    """The ids of an index folder, memory-mapped; OSError or ValueError where its files are missing or damaged."""
+    return StoredIds(folder)
+
+
+def gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Passage numbers of every query's golds; a bare string is a list of one."""
+    check_queries(queries)
+    if len(queries) != len(gold_ids):
+        raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
+    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+    if empty := [i for i, g in enumerate(golds) if not g]:
+        raise RetrieverError(f"query {empty[0]} ({queries[empty[0]][:60]!r}) has no gold passage, so no rank; leave "
+                             "such queries out")
+    return [[ids.position(g) for g in gold] for gold in golds]
+
+
+def check_queries(queries: Sequence[str]) -> None:
+    if isinstance(queries, str):  # each of its characters would be searched
+        raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]")
+
+
+def check_k(k: int, name: str = "k") -> None:
+    if k < 1:
+        raise RetrieverError(f"{name} is {k}; it must be at least 1")
+
+
+# ----------------------------------------------------------------------------------------------- corpora, index folders
+
+def passages_of(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
+    """The passages of a corpus: of a file, or as they are given."""
+    return read_corpus(os.fspath(corpus)) if isinstance(corpus, (str, os.PathLike)) else iter(corpus)
+
+
+@dataclass
+class Survey:
+    """What one pass over a corpus found."""
+
+    count: int = 0
+    fingerprint: str = ""  # sha256 over ids and contents, in order
+    starts: list[tuple[int, int]] = field(default_factory=list)  # line and byte of every `every`-th passage of a file
+
+
+def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, every: int) -> Survey:
+    """One pass over a corpus that writes its ids into `folder`, unless the same corpus left them there."""
+    from_file, h = isinstance(corpus, (str, os.PathLike)), hashlib.sha256()
+    found = Survey()
+
+    def ids() -> Iterator[str]:
+        rows = located_passages(os.fspath(corpus)) if from_file else ((0, 0, passage) for passage in corpus)
+        for found.count, (line, byte, passage) in enumerate(rows, 1):
+            if passage.id.split() != [passage.id]:
+                raise RetrieverError(f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a "
+                                     "column of TREC files. Rename it.")
+            if from_file and found.count % every == 1 % every:
+                found.starts.append((line, byte))
+            h.update(f"{passage.id}\x1f{passage.contents}\x1e".encode())
+            yield passage.id
+
+    meta = read_meta(folder)
+    if meta is None:
+        write_ids(folder, ids())
+    else:
+        for _ in ids():
+            pass
+    found.fingerprint = h.hexdigest()
+    return found
+
+
+def read_meta(folder: Path) -> dict | None:
+    """meta.json of an index folder; None where there is none."""
+    try:
+        return json.loads((folder / "meta.json").read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise RetrieverError(f"{folder}/meta.json is not valid JSON ({e}); delete the folder and build again") from e
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    with atomic_write(str(folder / "meta.json")) as f:
+        json.dump(meta, f, indent=1, ensure_ascii=False)
+        f.write("\n")
+
+
+def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
+    """RetrieverError naming the first setting in which an index on disk differs from what is asked for."""
+    for key, value in want.items():
+        if have.get(key) != value:
+            raise RetrieverError(f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is {value!r}"
+                                 f"; they must be equal. {way_out}")
