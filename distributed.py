@@ -10,6 +10,7 @@ temporary name and renamed: a folder with the right name is whole.
 from __future__ import annotations
 
 import contextlib
+import copy
 import glob
 import json
 import os
@@ -21,7 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 def shard_model(model: nn.Module, where: Dist, bf16: bool = False) -> nn.Module:
     """FSDP2 over all ranks, a unit per decoder layer and one for the rest (tied embeddings stay one parameter).
 
-    Parameters stay float32 shards; with `bf16` they are cast for compute and gradients are reduced in float32.
+    Parameters stay shards of the dtype they have (float32 where they are trained; the frozen base of a LoRA adapter may
+    be bfloat16); with `bf16` they are cast for compute and gradients are reduced in float32.
     Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
     """
     mesh = init_device_mesh(where.device.type, (where.world,))
@@ -178,9 +180,24 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective."""
+    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective.
+
+    Of a layer with a LoRA adapter W + scaling · B·A, in float32, each time from the frozen W as it was loaded: nothing
+    is added to it and taken off again, so it never drifts.
+    """
+    adapted = {f"{name}.base_layer.weight": module for name, module in model.named_modules()
+               if hasattr(module, "lora_A")}
     for name, parameter in _named_parameters(model):
-        yield clean_name(name), full_tensor(parameter.detach())
+        if ".lora_" not in name:
+            value = full_tensor(parameter.detach())
+            yield clean_name(name), _merged(value, adapted[name]) if name in adapted else value
+
+
+def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
+    """The weight (out, in) of a LoRA layer with its active adapter added, float32 (a collective)."""
+    (name,) = layer.active_adapters
+    a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))  # (r, in), (out, r)
+    return weight.float() + layer.scaling[name] * (b @ a)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
@@ -197,11 +214,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Named parameters and, by the same names, the optimizer's moments (made here if no step was taken yet)."""
+    """Trained parameters by name and, by the same names, the optimizer's moments (made here if no step was taken yet).
+
+    What is frozen, the base of a LoRA adapter, comes from where it was loaded.
+    """
     state: dict = {"model": {}, "optimizer": {}}
     for name, p in _named_parameters(model):
-        state["model"][name] = p
         if p.requires_grad:
+            state["model"][name] = p
             moments = optimizer.state[p]
             if not moments:
                 device = p.device if _fused(optimizer) else "cpu"
@@ -340,29 +360,67 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
 def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32) -> None:
     """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all (a collective).
 
+    A LoRA adapter is merged in float32, then rounded to `dtype` once.
     CheckpointError on a full disk or an unwritable folder: what stood in `folder` before stays.
     """
     from huggingface_hub import save_torch_state_dict
-    from safetensors import SafetensorError
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     state = {}
     for name, value in full_parameters(model):
         if rank == 0:
             state[name] = value.to("cpu", dtype, copy=True)
+
+    def write(temporary: str) -> None:
+        save_torch_state_dict(state, temporary)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.dtype, config.use_cache = dtype, True
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+        config.save_pretrained(temporary)
+        if model.generation_config is not None:  # as JSON: save_pretrained refuses what some published models set
+            model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
+        tokenizer.save_pretrained(temporary)
+
+    _write_folder(folder, write)
+
+
+def export_adapter(model: nn.Module, tokenizer, folder: str) -> None:
+    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer, whole or not at all (a collective).
+
+    `model.peft_config["default"]` holds its settings, the model it belongs to among them.  CheckpointError as above.
+    """
+    from safetensors.torch import save_file
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = {}
+    for name, p in _named_parameters(model):
+        if ".lora_" in name and p.requires_grad:
+            value = full_tensor(p.detach())
+            if rank == 0:
+                key = "base_model.model." + clean_name(name).replace(".default.", ".")
+                state[key] = value.to("cpu", torch.float32, copy=True).contiguous()
+
+    def write(temporary: str) -> None:
+        save_file(state, os.path.join(temporary, "adapter_model.safetensors"), metadata={"format": "pt"})
+        settings = copy.copy(model.peft_config["default"])
+        settings.inference_mode = True
+        settings.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+    _write_folder(folder, write)
+
+
+def _write_folder(folder: str, write: Callable[[str], None]) -> None:
+    """Let rank 0 write a folder under a temporary name and give it its name; the others wait."""
+    from safetensors import SafetensorError
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         temporary = f"{folder}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
         try:
-            save_torch_state_dict(state, temporary)
-            config = type(model.config).from_dict(model.config.to_dict())
-            config.dtype, config.use_cache = dtype, True
-            config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
-            config.save_pretrained(temporary)
-            if model.generation_config is not None:  # as JSON: save_pretrained refuses what some published models set
-                model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
-            tokenizer.save_pretrained(temporary)
+            write(temporary)
             _replace(temporary, folder)
         except BaseException as e:
             shutil.rmtree(temporary, ignore_errors=True)
