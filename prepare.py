@@ -20,6 +20,7 @@ from typing import Callable, Literal
 
 import conversations
 import demo_data
+import questions
 from config import run
 from data import DataError, Turn, _scrub, atomic_write, read_jsonl, read_questions, read_turns, rewrite_prompt, write_jsonl
 from official import ENCODE, already_made, finished_folder, parse_object, sha256, write_splits
@@ -336,13 +337,14 @@ COMMANDS: dict[str, tuple[type, Callable]] = {
     "demo": (DemoConfig, demo),
     "model": (ModelConfig, model),
     **conversations.COMMANDS,
+    **questions.COMMANDS,
     "parquet": (ParquetConfig, parquet),
 }
 
 
 def usage() -> str:
     lines = ["usage: python prepare.py COMMAND [--config FILE.yaml] [key=value …]", ""]
-    lines += [f"  {name:8} {main.__doc__.splitlines()[0]}" for name, (_, main) in COMMANDS.items()]
+    lines += [f"  {name:11} {main.__doc__.splitlines()[0]}" for name, (_, main) in COMMANDS.items()]
     return "\n".join([*lines, "", "python prepare.py COMMAND --help lists the command's keys."])
 
 
