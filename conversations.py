@@ -607,8 +607,8 @@ CAST21 = {
                              "1ff527a87bb13af4d2caa612b4dea5ff58920f9ca3cf534b69ea98b08005339e"),
 }
 CAST21_COUNTS = {"turns": 239, "test_turns": 158, "MARCO documents": 3_213_835, "KILT documents": 5_903_530}
-CAST21_PASSAGES = """  passages/*.jsonl or passages/*.trecweb  (made from three collections by the track's own tool: nothing else splits as
-    it does, and a passage is named by its place in that splitting)
+CAST21_PASSAGES = """  passages/*.jsonl or passages/*.trecweb  (made by the track's own tool: nothing else splits as it does, and a passage
+    is named by its place in that splitting)
     1. msmarco-docs.tsv.gz from https://msmarco.blob.core.windows.net/msmarcoranking/msmarco-docs.tsv.gz,
        kilt_knowledgesource.json from http://dl.fbaipublicfiles.com/KILT/kilt_knowledgesource.json and
        WashingtonPost.v4.tar.gz from https://trec.nist.gov/data/wapost/ (after an agreement with NIST)
@@ -665,7 +665,8 @@ def cast21(cfg: Cast21Config) -> dict:
                     for number, text in parts:
                         yield {"id": f"{document}-{number}", "title": squeeze(title), "text": squeeze(text)}
 
-        counts = {"passages": write_corpus(f"{folder}/corpus.jsonl", passages(), 40_000_000, "cast21 passages"), **tally}
+        counts = {"passages": write_corpus(f"{folder}/corpus.jsonl", passages(), 40_000_000, "cast21 passages")}
+        counts |= tally
         why = "a file of passages/ is missing (the tool numbers them from 0) or the tool left duplicates out itself"
         for key in ("MARCO documents", "KILT documents"):
             published.check(key, tally[key], CAST21_COUNTS[key], why)
@@ -701,7 +702,7 @@ PASSAGE = re.compile(r"<passage id=\"?(\d+)\"?>", re.IGNORECASE)
 
 
 def cast_documents(path: str) -> Iterator[tuple[str, str, str, list[tuple[int, str]]]]:
-    """(where, document id, title, [(passage number, text)]) of a file that the track's tool wrote, a document at a time.
+    """(where, document id, title, [(passage number, text)]) of a file of the track's tool, a document at a time.
 
     Its two forms: JSONL with `contents` a list of `{"body", "id"}`, and TREC web (of 2021 and of 2022, which differ in
     capitals and in whether passages count from 0 or 1: the numbers are taken as they stand).

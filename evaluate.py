@@ -3,8 +3,9 @@
     python evaluate.py run=mine.trec qrels=test.qrels
     python evaluate.py run=mine.trec baseline=raw.trec qrels=test.qrels          # with a paired test
     python evaluate.py rewrites=rewrites.jsonl query=question,rewrite turns=test.jsonl retriever.index=index
+    python evaluate.py --config cross.yaml          # several data sets and retrievers: `sets` and `retrievers`
 
-pytrec_eval computes the numbers. What this file decides around it (the original system differs in 1, 3 and 4):
+pytrec_eval computes the numbers. What this file decides around it (the original system differs in 1, 3, 4 and 7):
 
 1. Means are over ALL queries of the qrels. One without any result (absent from the run, or with an empty list: a TREC
    file cannot tell them apart) scores zero and is counted as `missing`. One whose qrels have no gain > 0 scores zero
@@ -17,10 +18,17 @@ pytrec_eval computes the numbers. What this file decides around it (the original
    belong together, whole conversations are drawn; from run and qrels alone, single queries. The report says which.
 6. Two systems are compared on the same queries: a two-sided sign-flip (paired randomisation) test and a bootstrap
    interval of the difference, over the same units. There is no correction for testing seven metrics.
+7. Beside these stands the protocol of ConvSearch-R1's own scripts (`paper_protocol`), for comparison with its tables:
+   the same formulas, but a query without results, and one whose response did not parse, are left out of the mean
+   instead of scoring zero (or searching the raw question), and what it prints as "MRR@3" is the `mrr` of rule 3. Of a
+   query that occurs twice it keeps the last; here that is an error.
+8. Where judgments are of documents and results are passages DOCUMENT-N (`documents`: TREC CAsT 2021), a document stands
+   where its best passage stands, as in the track's own converter.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -32,6 +40,7 @@ from typing import Any, Literal
 import numpy as np
 import pytrec_eval
 
+import breakdown
 from config import ConfigError, save_config
 from config import run as run_entry
 from data import DataError, Turn, atomic_write, read_jsonl, read_lines, read_turns, with_gold
@@ -111,6 +120,22 @@ def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str
     return ranked
 
 
+def best_passages(run: Run) -> Run:
+    """A run over passages DOCUMENT-N as a run over documents: each stands where its best passage stands (rule 8)."""
+    documents: Run = {}
+    for query, results in run.items():
+        best: dict[str, float] = {}
+        for passage, score in rank_results(query, results):
+            document, dash, number = passage.rpartition("-")
+            if not dash or not number.isdigit():
+                raise DataError(f"passage {passage!r} of query {query!r} is not DOCUMENT-N; documents=true needs the "
+                                "passage ids that prepare.py cast21 makes")
+            best.setdefault(document, score)
+        # places instead of scores: two documents whose best passages tie keep the passages' order
+        documents[query] = [(document, float(len(best) - i)) for i, document in enumerate(best)]
+    return documents
+
+
 def _write_rows(path: str, rows: Iterator[tuple]) -> None:
     with atomic_write(path) as f:
         for row in rows:
@@ -138,8 +163,11 @@ def write_qrels(path: str, qrels: Qrels) -> None:
 # ---------------------------------------------------------------------------------------------- metrics
 
 
-def score_run(run: Run, qrels: Qrels) -> Scores:
-    """Every query of the qrels → {metric: value} for METRICS, in the order of the qrels (rules 1 to 4 of this file)."""
+def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
+    """Every query of the qrels → {metric: value} for METRICS, in the order of the qrels (rules 1 to 4 of this file).
+
+    relevant_from: lowest gain that is relevant to MRR and recall; NDCG uses all gains above 0
+    """
     relevant: Qrels = {}
     ranking: dict[str, dict[str, float]] = {}
     for query, gains in qrels.items():
@@ -150,7 +178,8 @@ def score_run(run: Run, qrels: Qrels) -> Scores:
             relevant[query] = {passage: int(gain) for passage, gain in gains.items()}
             ranked = rank_results(query, run[query])[:DEPTH]
             ranking[query] = {passage: float(DEPTH - i) for i, (passage, _) in enumerate(ranked)}
-    evaluator = pytrec_eval.RelevanceEvaluator(relevant, {"recip_rank", "ndcg_cut.3", "recall.5,10,20,100"})
+    evaluator = pytrec_eval.RelevanceEvaluator(relevant, {"recip_rank", "ndcg_cut.3", "recall.5,10,20,100"},
+                                               relevance_level=relevant_from)
     found = evaluator.evaluate(ranking) if ranking else {}
 
     scores = {query: dict.fromkeys(METRICS, 0.0) for query in qrels}
@@ -161,11 +190,26 @@ def score_run(run: Run, qrels: Qrels) -> Scores:
     return scores
 
 
-def evaluate_run(run: Run, qrels: Qrels) -> dict[str, float]:
+def evaluate_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> dict[str, float]:
     """Means of METRICS over all queries of the qrels, their number (`queries`), those without a result (`missing`)."""
-    names, values = _matrix(score_run(run, qrels))
+    names, values = _matrix(score_run(run, qrels, relevant_from))
     counts = {"queries": len(qrels), "missing": sum(not run.get(query) for query in qrels)}
     return dict(zip(names, values.mean(axis=0).tolist())) | counts
+
+
+PRINTED = {"mrr": "MRR@3", "ndcg@3": "NDCG@3", "recall@10": "R@10", "recall@100": "R@100"}  # the paper's columns
+
+
+def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, float | int]:
+    """The paper's four columns, under its names, as its scripts compute them (rule 7), and the queries they average.
+
+    scores: of `score_run`.  unparsed: queries whose response did not parse, which those scripts never write down.
+    Values are rounded to three decimals as there.  (Its reader of responses is looser than the strict parser, so a
+    response that only the strict one refuses is left out here and was not there.)
+    """
+    kept = [row for query, row in scores.items() if run.get(query) and query not in unparsed]
+    means = {shown: round(sum(row[m] for row in kept) / len(kept), 3) if kept else 0.0 for m, shown in PRINTED.items()}
+    return means | {"queries": len(kept)}
 
 
 def _gold(turns: list[Turn]) -> Qrels:
@@ -284,7 +328,19 @@ class EvaluateConfig:
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the index to search"""
     k: int = DEPTH
-    """results per query; those beyond 100 never count"""
+    """results per query; those beyond 100 never count (with documents=true: beyond 100 documents; take k=1000)"""
+    documents: bool = False
+    """qrels judge documents and passage ids are DOCUMENT-N (CAsT 2021): score a document by its best passage"""
+    relevant_from: int = 1
+    """lowest gain that is relevant to MRR and recall (TREC CAsT 2020 and 2021 are often scored with 2)"""
+    breakdown: bool = True
+    """with `turns`: metrics by turn depth and by topic switch too; written to `out`, with plots"""
+    corpus: str = ""
+    """corpus whose titles tell topic switches where turns have no topic; unset: retriever.corpus"""
+    sets: str | list[str] = ""
+    """cross evaluation: names of data sets, separated by commas; each takes the place of @set in every path"""
+    retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
+    """cross evaluation: retrievers by name, instead of `retriever`; NAME/SET stands for NAME on that data set"""
     cluster: Literal["auto", "conversation", "query"] = "auto"
     """what intervals and tests draw as a whole; auto: conversations where `turns` is given, else queries"""
     samples: int = 10_000
@@ -292,7 +348,7 @@ class EvaluateConfig:
     seed: int = 0
     """seed of both"""
     out: str = ""
-    """folder for table.md, metrics.json, config.yaml and the runs that were searched; without it nothing is written"""
+    """folder for table.md, metrics.json (all intervals, tests and groups), plots, config.yaml and the searched runs"""
 
 
 QUERY_TEXTS = {
@@ -321,14 +377,21 @@ def _check(cfg: EvaluateConfig) -> None:
         raise ConfigError("cluster=conversation needs turns=FILE, which says what belongs together")
     if cfg.out and not os.path.isdir(cfg.out) and os.path.exists(cfg.out):
         raise ConfigError(f"out={cfg.out} is a file; name a folder")
+    if cfg.documents and not cfg.qrels:
+        raise ConfigError("documents=true needs qrels=FILE, the judgments of documents")
+    if cfg.relevant_from < 1:
+        raise ConfigError(f"relevant_from is {cfg.relevant_from}; a relevant gain is at least 1")
     if cfg.k < 1 or cfg.samples < 1:
         raise ConfigError(f"k is {cfg.k} and samples is {cfg.samples}; both must be at least 1")
 
 
-def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str, int]]:
-    """(query id → rewrite, status → count) of a rewrites file; of several samples of a turn, the one of that number."""
+def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str, str]]:
+    """(query id → rewrite, query id → status) of a rewrites file; of several samples of a turn, the one of that number.
+
+    A line without a status has "unknown".
+    """
     rewrites: dict[str, str] = {}
-    status: Counter[str] = Counter()
+    status: dict[str, str] = {}
     for number, row in read_jsonl(path):
         query, rewrite = row.get("query_id"), row.get("rewrite")
         if not isinstance(query, str) or not isinstance(rewrite, str):
@@ -338,10 +401,10 @@ def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str,
         if query in rewrites:
             raise DataError(f"{path}:{number}: query_id {query!r} occurs a second time; number the rewrites (`sample`)")
         rewrites[query] = rewrite
-        status[str(row.get("status", "unknown"))] += 1
+        status[query] = str(row.get("status", "unknown"))
     if not rewrites:
         raise DataError(f"{path}: no rewrites with sample {sample}; the file must hold at least one")
-    return rewrites, dict(status)
+    return rewrites, status
 
 
 def _title(path: str, taken: dict) -> str:
@@ -353,9 +416,9 @@ def _title(path: str, taken: dict) -> str:
 def _search_all(
     cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, taken: dict[str, Run]
 ) -> tuple[dict[str, Run], dict[str, dict]]:
-    """Search what `query` and `rewrites` name, for the judged turns: (system → run, system → {"status": counts})."""
+    """Search what `query` and `rewrites` name, for the judged turns: (system → run, system → query → status)."""
     queries: dict[str, list[str | None]] = {}
-    status: dict[str, dict] = {}
+    status: dict[str, dict[str, str]] = {}
     judged = [turn for turn in turns if turn.query_id in qrels]
     if not judged:
         raise DataError(f"{cfg.turns} and {cfg.qrels} have no query in common; use the qrels of these turns")
@@ -363,8 +426,7 @@ def _search_all(
         queries[f"turns: {name}"] = [QUERY_TEXTS[name](turn) for turn in judged]
     for path in _listed(cfg.rewrites):
         title = _title(path, taken | queries)
-        rewrites, counts = read_rewrites(path, cfg.sample)
-        status[title] = {"status": counts}
+        rewrites, status[title] = read_rewrites(path, cfg.sample)
         queries[title] = [rewrites.get(turn.query_id) for turn in judged]
     for title, texts in queries.items():
         if not any(texts):
@@ -375,8 +437,12 @@ def _search_all(
     return {title: _search(retriever, judged, texts, cfg.k) for title, texts in queries.items()}, status
 
 
-def main(cfg: EvaluateConfig) -> dict:
-    """Score every system, print the table and the comparisons; returns the last system's metrics, with all beside."""
+def score(cfg: EvaluateConfig) -> dict:
+    """Score every system, print the tables, write `out`; the last system's metrics, and all systems' details.
+
+    A system's row holds METRICS, `queries`, `missing`, `extra` (rule 1), `status` counts of a rewrites file, `ci`,
+    `paper` (rule 7), `paired` (against the first system) and `groups` (kind → label → metrics, queries, ci).
+    """
     _check(cfg)
     turns = read_turns(cfg.turns) if cfg.turns else []
     qrels = read_qrels(cfg.qrels) if cfg.qrels else _gold([turn for turn in turns if turn.gold_ids])
@@ -392,58 +458,204 @@ def main(cfg: EvaluateConfig) -> dict:
     searching = _listed(cfg.rewrites) + _listed(cfg.query)
     searched, status = _search_all(cfg, turns, qrels, runs) if searching else ({}, {})
     runs |= searched
+    if cfg.documents:
+        runs = {title: best_passages(run) for title, run in runs.items()}
 
     clusters = {turn.query_id: turn.conversation_id for turn in turns} if cfg.cluster != "query" else {}
-    scores = {title: score_run(run, qrels) for title, run in runs.items()}
+    groups = _groups(cfg, turns, qrels)
+    scores = {title: score_run(run, qrels, cfg.relevant_from) for title, run in runs.items()}
     first, systems = next(iter(runs)), {}
     for title, run in runs.items():
-        row = evaluate_run(run, qrels) | {"extra": len(run.keys() - qrels.keys())} | status.get(title, {})
+        said = status.get(title, {})
+        row = evaluate_run(run, qrels, cfg.relevant_from) | {"extra": len(run.keys() - qrels.keys())}
+        row |= {"status": dict(Counter(said.values()))} if said else {}
         row["ci"] = bootstrap_interval(scores[title], clusters, cfg.samples, cfg.seed)
+        row["paper"] = paper_protocol(scores[title], run, {q for q, s in said.items() if s not in ("ok", "unknown")})
         if title != first:
             row["paired"] = paired_test(scores[title], scores[first], clusters, cfg.samples, cfg.seed)
+        if groups:
+            row["groups"] = {k: _score_groups(scores[title], labels, clusters, cfg) for k, labels in groups.items()}
         systems[title] = row
     result = {"system": title} | row | {"ci_unit": "conversation" if clusters else "query"}
     if len(systems) > 1:
         result |= {"baseline": first, "systems": systems}
     drawn = len({clusters.get(query, query) for query in qrels})
     table = _table(systems, first, f"{result['ci_unit']} ({drawn} of them)")
+    for kind in groups:
+        table += "\n\n" + _group_table(kind, systems)
     print(table)
     if cfg.out:
         for title, run in searched.items():
             write_run(os.path.join(cfg.out, re.sub(r"[^\w.-]+", "_", title) + ".trec"), run)
-        for name, text in (("table.md", table), ("metrics.json", json.dumps(result, ensure_ascii=False, indent=1))):
+        texts = {"table.md": table, "metrics.json": json.dumps(result, ensure_ascii=False, indent=1)}
+        for kind in groups:
+            texts[f"{kind}.svg"] = _group_plot(kind, systems)
+        for name, text in texts.items():
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-    if len(systems) > 1:  # the line on stdout stays readable: intervals and tests of every system are in metrics.json
-        result["systems"] = {title: {k: v for k, v in row.items() if k not in ("ci", "paired")}
-                             for title, row in systems.items()}
     return result
 
 
-def _table(systems: dict[str, dict], first: str, unit: str) -> str:
-    """Markdown: metrics in percent with 95 % intervals; below, differences from the first system with p."""
+def short(row: dict) -> dict:
+    """What of a system's row the last line of stdout repeats: its metrics and counts."""
+    return {k: row[k] for k in (*METRICS, "queries", "missing", "extra", "status") if k in row}
 
-    def cell(value: float, ci: list[float] | None, form: str) -> str:
-        return f"{100 * value:{form}}" + (f" [{100 * ci[0]:{form}}, {100 * ci[1]:{form}}]" if ci else "")
 
-    names = " | ".join(m.replace("recall", "Recall").replace("mrr", "MRR").replace("ndcg", "NDCG") for m in METRICS)
-    rules, notes = "|---" * (len(METRICS) + 1), []
-    top = [f"| system | {names} | queries | missing |", rules + "|---|---|"]
-    below = [f"| minus {first} | {names} |", rules + "|"]
+def main(cfg: EvaluateConfig) -> dict:
+    """Score what the config names; metrics by name, of the last system and of all, the rest being in `out`."""
+    if _listed(cfg.sets) or cfg.retrievers:
+        return cross(cfg)
+    result = score(cfg)
+    line = {"system": result["system"]} | short(result) | {"ci_unit": result["ci_unit"]}
+    if "systems" in result:
+        line |= {"baseline": result["baseline"], "systems": {t: short(row) for t, row in result["systems"].items()}}
+    return line | ({"out": cfg.out} if cfg.out else {})
+
+
+# ---------------------------------------------------------------------------------------------- groups of queries
+
+
+def _groups(cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels) -> dict[str, dict[str, list[str]]]:
+    """Kind of group → label → judged queries; a kind with less than two labels beside "unknown" is left out."""
+    if not cfg.breakdown or not turns:
+        return {}
+    corpus = cfg.corpus or cfg.retriever.corpus
+    needed = corpus and not all(turn.extra.get("topic") for turn in turns)
+    titles = breakdown.gold_titles(corpus, turns) if needed else {}
+    out: dict[str, dict[str, list[str]]] = {}
+    for kind, labels in (("depth", breakdown.by_depth(turns)), ("topic", breakdown.by_topic(turns, titles))):
+        found: dict[str, list[str]] = {}
+        for query in qrels:
+            if query in labels:
+                found.setdefault(labels[query], []).append(query)
+        if len(found.keys() - {"unknown"}) > 1:
+            out[kind] = {label: found[label] for label in sorted(found, key=breakdown.order)}
+    return out
+
+
+def _score_groups(scores: Scores, labels: dict[str, list[str]], clusters: dict[str, str], cfg: EvaluateConfig) -> dict:
+    """Label → means of METRICS, `queries` and `ci`, over the queries of that label."""
+    out = {}
+    for label, queries in labels.items():
+        part = {query: scores[query] for query in queries}
+        names, values = _matrix(part)
+        ci = bootstrap_interval(part, clusters, min(cfg.samples, 2000), cfg.seed)
+        out[label] = dict(zip(names, values.mean(axis=0).tolist())) | {"queries": len(part), "ci": ci}
+    return out
+
+
+KINDS = {"depth": "turn of the conversation", "topic": "topic, against the turn before"}
+
+
+def _group_table(kind: str, systems: dict[str, dict]) -> str:
+    """Markdown: MRR of every system in every group of a kind, in percent with intervals."""
+    groups = next(iter(systems.values()))["groups"][kind]
+    lines = [f"| MRR by {KINDS[kind]} | " + " | ".join(f"{label} ({row['queries']})" for label, row in groups.items())
+             + " |", "|---" * (len(groups) + 1) + "|"]
     for title, row in systems.items():
-        cells = [cell(row[m], row["ci"][m], ".1f") for m in METRICS]
+        cells = [_cell(group["mrr"], group["ci"]["mrr"], ".1f") for group in row["groups"][kind].values()]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _group_plot(kind: str, systems: dict[str, dict]) -> str:
+    groups = next(iter(systems.values()))["groups"][kind]
+    labels = [f"{label} ({row['queries']})" for label, row in groups.items()]
+    series = {title: [(group["mrr"], group["ci"]["mrr"]) for group in row["groups"][kind].values()]
+              for title, row in systems.items()}
+    return breakdown.plot(f"MRR (percent) by {KINDS[kind]}; in brackets: queries", labels, series)
+
+
+# ---------------------------------------------------------------------------------------------- cross evaluation
+
+
+def _placed(value: Any, name: str) -> Any:
+    """`value` with @set replaced by the data set's name in every text inside."""
+    if isinstance(value, str):
+        return value.replace("@set", name)
+    if isinstance(value, list):
+        return [_placed(part, name) for part in value]
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **{f.name: _placed(getattr(value, f.name), name)
+                                             for f in dataclasses.fields(value)})
+    return value
+
+
+def cross(cfg: EvaluateConfig) -> dict:
+    """Every data set with every retriever: one table of all; each cell's own files go to `out`/SET-RETRIEVER."""
+    sets = _listed(cfg.sets) or [""]
+    names = [name for name in cfg.retrievers if "/" not in name] or [""]
+    for name in cfg.retrievers:
+        base, slash, place = name.partition("/")
+        if slash and (base not in cfg.retrievers or place not in sets):
+            raise ConfigError(f"retrievers.{name} overrides {base!r} on data set {place!r}, but there are retrievers "
+                              f"{', '.join(names)} and sets {', '.join(sets)}")
+    plain = dataclasses.replace(cfg, sets="", retrievers={})
+    if len(sets) > 1 and not any("@set" in str(v) for v in (cfg.turns, cfg.qrels, cfg.run)):
+        raise ConfigError(f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where the "
+                          "data set's name stands in the paths")
+    jobs = {}
+    for place in sets:
+        for name in names:
+            retriever = cfg.retrievers.get(f"{name}/{place}", cfg.retrievers.get(name, cfg.retriever))
+            cell = _placed(dataclasses.replace(plain, retriever=retriever, out=""), place)
+            title = "/".join(filter(None, (place, name)))
+            jobs[title] = dataclasses.replace(cell, out=cfg.out and os.path.join(cfg.out, title.replace("/", "-")))
+            _check(jobs[title])
+    details, rows = {}, [f"| set, retriever | system | {_NAMES} | queries |", "|---" * (len(METRICS) + 3) + "|"]
+    for title, job in jobs.items():
+        print(f"\n{title}\n")
+        result = score(job)
+        details[title] = result.get("systems") or {result["system"]: result}
+        for system, row in details[title].items():
+            cells = [_cell(row[m], row["ci"][m], ".1f") for m in METRICS]
+            rows.append(f"| {title} | {system} | {' | '.join(cells)} | {row['queries']} |")
+    table = "\n".join(rows)
+    print(f"\nAll, in percent with 95 % intervals:\n\n{table}")
+    if cfg.out:
+        text = json.dumps({"cells": details}, ensure_ascii=False, indent=1)
+        for name, content in (("table.md", table), ("metrics.json", text)):
+            with atomic_write(os.path.join(cfg.out, name)) as f:
+                f.write(content + "\n")
+        save_config(cfg, os.path.join(cfg.out, "config.yaml"))
+    line = {"cells": {title: {system: short(row) for system, row in rows.items()} for title, rows in details.items()}}
+    return line | ({"out": cfg.out} if cfg.out else {})
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+_NAMES = " | ".join(m.replace("recall", "Recall").replace("mrr", "MRR").replace("ndcg", "NDCG") for m in METRICS)
+
+
+def _cell(value: float, ci: list[float] | None, form: str) -> str:
+    return f"{100 * value:{form}}" + (f" [{100 * ci[0]:{form}}, {100 * ci[1]:{form}}]" if ci else "")
+
+
+def _table(systems: dict[str, dict], first: str, unit: str) -> str:
+    """Markdown: metrics in percent with intervals; below, the paper's protocol, then differences from the first."""
+    rules, notes = "|---" * (len(METRICS) + 1), []
+    top = [f"| system | {_NAMES} | queries | missing |", rules + "|---|---|"]
+    below = [f"| minus {first} | {_NAMES} |", rules + "|"]
+    paper = ["| as the paper's scripts count | " + " | ".join(PRINTED.values()) + " | queries averaged |",
+             "|---" * (len(PRINTED) + 2) + "|"]
+    for title, row in systems.items():
+        paper.append(f"| {title} | " + " | ".join(f"{100 * row['paper'][name]:.1f}" for name in PRINTED.values())
+                     + f" | {row['paper']['queries']} |")
+        cells = [_cell(row[m], row["ci"][m], ".1f") for m in METRICS]
         top.append(f"| {title} | {' | '.join(cells)} | {row['queries']} | {row['missing']} |")
         if "paired" in row:
             tests = [row["paired"][m] for m in METRICS]
-            cells = [f"{cell(test['difference'], test['ci'], '+.1f')} p={test['p']:.4f}" for test in tests]
+            cells = [f"{_cell(test['difference'], test['ci'], '+.1f')} p={test['p']:.4f}" for test in tests]
             below.append(f"| {title} | {' | '.join(cells)} |")
         if row["extra"]:
             notes += ["", f"{title}: {row['extra']} queries of the run are not in the qrels and were ignored."]
         if "status" in row:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(row["status"].items()))
             notes += ["", f"{title}: rewrites by status: {counts}."]
-    middle = ["", f"Percent with 95 % bootstrap intervals, drawn by {unit}."]
+    middle = ["", f"Percent with 95 % bootstrap intervals, drawn by {unit}.", "", *paper, "",
+              "There \"MRR@3\" is the MRR above; queries without results or whose response did not parse are left out."]
     return "\n".join(top + middle + (["", *below] if len(systems) > 1 else []) + notes)
 
 

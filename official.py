@@ -1,6 +1,6 @@
 """What every public data set needs: the files as their authors publish them, found or downloaded, checked and streamed.
 
-A file of its own because `conversations.py`, `questions.py` and `prepare.py` all stand on it and on nothing of each other.
+A file of its own because `conversations.py`, `questions.py` and `prepare.py` all stand on it.
 
 A data set is a table of `Official` files and a `write(paths, folder, published)` that `make_public` calls.  No list of
 passages is ever held.  Every output folder appears whole or not at all, with the resolved config and `made.json` (what

@@ -22,7 +22,8 @@ import conversations
 import demo_data
 import questions
 from config import run
-from data import DataError, Turn, _scrub, atomic_write, read_jsonl, read_questions, read_turns, rewrite_prompt, write_jsonl
+from data import (DataError, Turn, _scrub, atomic_write, read_jsonl, read_questions, read_turns, rewrite_prompt,
+                  write_jsonl)
 from official import ENCODE, already_made, finished_folder, parse_object, sha256, write_splits
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 
+import breakdown
 import evaluate
 from config import ConfigError, load_config
 from data import DataError, Turn
@@ -253,8 +254,8 @@ def test_read_rewrites(tmp_path):
         {"query_id": "b", "rewrite": "z", "status": "malformed"},
     ]
     path = write(tmp_path / "w.jsonl", "\n".join(map(json.dumps, rows)))
-    assert read_rewrites(path) == ({"a": "x", "b": "z"}, {"ok": 1, "malformed": 1})
-    assert read_rewrites(path, sample=1) == ({"a": "y"}, {"unknown": 1})
+    assert read_rewrites(path) == ({"a": "x", "b": "z"}, {"a": "ok", "b": "malformed"})
+    assert read_rewrites(path, sample=1) == ({"a": "y"}, {"a": "unknown"})
     with pytest.raises(DataError, match="no rewrites with sample 2"):
         read_rewrites(path, sample=2)
     for bad, message in [
@@ -452,7 +453,7 @@ def test_command_scores_a_run_and_ends_with_json(files):
     assert status == 0, err
     last = json.loads(out.splitlines()[-1])
     assert {m: last[m] for m in [*METRICS, "queries", "missing"]} == evaluate_run(better, qrels)
-    assert last["ci_unit"] == "query" and all(last["ci"][m][0] <= last[m] <= last["ci"][m][1] for m in METRICS)
+    assert last["ci_unit"] == "query" and "ci" not in last and len(out.splitlines()[-1]) < 500
     assert last["extra"] == sum(bool(r) and q not in qrels for q, r in better.items()) > 0
     header = out.splitlines()[0]
     assert header == (
@@ -466,7 +467,7 @@ def test_command_scores_a_run_and_ends_with_json(files):
 def test_two_runs_are_compared(files, form, capsys):
     folder, run, better, qrels = files
     words = form.format(folder).split() + [f"qrels={folder}/qrels", "samples=500", f"out={folder}/out"]
-    result = evaluate.main(load_config(EvaluateConfig, words))
+    result = evaluate.score(load_config(EvaluateConfig, words))
     assert (result["system"], result["baseline"]) == ("mine", "raw") and list(result["systems"]) == ["raw", "mine"]
     expected = paired_test(score_run(better, qrels), score_run(run, qrels), samples=500)
     written = json.loads((folder / "out/metrics.json").read_text())
@@ -474,8 +475,12 @@ def test_two_runs_are_compared(files, form, capsys):
     assert result["paired"]["mrr"]["difference"] > 0.1 and result["paired"]["mrr"]["p"] < 0.01
     printed = capsys.readouterr().out
     assert "| minus raw |" in printed and "p=0.00" in printed
-    assert {k: v for k, v in written.items() if k != "systems"} == json.loads(json.dumps({k: result[k] for k in result if k != "systems"}))
-    assert result["systems"]["raw"]["mrr"] == written["systems"]["raw"]["mrr"] and "ci" not in result["systems"]["raw"]
+    assert written == json.loads(json.dumps(result))
+    assert all(row["ci"][m][0] <= row[m] <= row["ci"][m][1] for row in written["systems"].values() for m in METRICS)
+    line = evaluate.main(load_config(EvaluateConfig, words))
+    capsys.readouterr()
+    assert line["systems"]["raw"] == {k: result["systems"]["raw"][k] for k in (*METRICS, "queries", "missing", "extra")}
+    assert line["mrr"] == result["mrr"] and "ci" not in line and line["out"] == f"{folder}/out"
     assert (folder / "out/table.md").read_text() == printed
     assert load_config(EvaluateConfig, ["--config", f"{folder}/out/config.yaml"]).qrels == f"{folder}/qrels"
 
@@ -658,11 +663,231 @@ def test_with_a_real_bm25_index(tmp_path, capsys):
             query="question,rewrite",
             samples=10,
             retriever=RetrieverConfig(kind="bm25", corpus=str(tmp_path / "corpus.jsonl")),
+            out=str(tmp_path / "out"),
         )
     )
     assert [system["mrr"] for system in result["systems"].values()] == [0.0, 1.0]
-    assert result["ci"]["mrr"] is None  # one conversation: nothing to draw from
+    written = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert written["ci"]["mrr"] is None  # one conversation: nothing to draw from
     json.dumps(result, allow_nan=False)
+
+
+# ---------------------------------------------------------------------------------------------- the paper's protocol
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_paper_protocol_equals_its_scripts_steps(seed):
+    """The original's course by hand: scores 200 - rank, pytrec_eval over what is in both, plain averages, 3 decimals."""
+    run, qrels = random_data(seed + 40)
+    unparsed = set(list(run)[::7])
+    theirs_run = {
+        q: {p: 200 - i for i, (p, _) in enumerate(evaluate.rank_results(q, r)[:100], 1)}
+        for q, r in run.items()
+        if r and q not in unparsed
+    }
+    binary = {q: {p: int(g >= 1) for p, g in gains.items()} for q, gains in qrels.items()}
+    rows = pytrec_eval.RelevanceEvaluator(binary, {"recip_rank", "recall.10,100"}).evaluate(theirs_run).values()
+    graded = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.3"}).evaluate(theirs_run).values()
+    expected = {
+        "MRR@3": round(np.mean([r["recip_rank"] for r in rows]), 3),
+        "NDCG@3": round(np.mean([r["ndcg_cut_3"] for r in graded]), 3),
+        "R@10": round(np.mean([r["recall_10"] for r in rows]), 3),
+        "R@100": round(np.mean([r["recall_100"] for r in rows]), 3),
+        "queries": len(rows),
+    }
+    assert evaluate.paper_protocol(score_run(run, qrels), run, unparsed) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_missing_query_inflates_the_papers_mean_and_not_ours():
+    """Reference 8.4: of three queries, hits at ranks 1 and 2 and one missing: 0.75 there, 0.5 here."""
+    qrels = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
+    run = {"a": [("x", 2.0)], "b": [("y", 2.0), ("x", 1.0)]}
+    assert evaluate.paper_protocol(score_run(run, qrels), run, set())["MRR@3"] == 0.75
+    assert evaluate_run(run, qrels)["mrr"] == 0.5
+    deep = {"a": [(f"y{i}", 10.0 - i) for i in range(4)] + [("x", 1.0)]}  # rank 5: no MRR@3, but printed as one
+    assert evaluate.paper_protocol(score_run(deep, qrels), deep, set())["MRR@3"] == 0.2
+    assert score_run(deep, qrels)["a"]["mrr@3"] == 0.0
+    assert evaluate.paper_protocol(score_run({}, qrels), {}, set()) == {"MRR@3": 0, "NDCG@3": 0, "R@10": 0, "R@100": 0, "queries": 0}
+
+
+def test_both_protocols_stand_side_by_side(searched, capsys):
+    folder, _ = searched
+    words = [f"turns={folder}/turns.jsonl", f"rewrites={folder}/mine.jsonl,{folder}/part.jsonl", "samples=20"]
+    result = evaluate.score(load_config(EvaluateConfig, words))
+    paper = {title: row["paper"] for title, row in result["systems"].items()}
+    assert paper["mine"] == {"MRR@3": 1.0, "NDCG@3": 1.0, "R@10": 1.0, "R@100": 1.0, "queries": 2}  # c2_1 did not parse
+    assert paper["part"]["queries"] == 1 and paper["part"]["MRR@3"] == 1.0 and result["mrr"] == pytest.approx(1 / 3)
+    printed = capsys.readouterr().out
+    assert "| as the paper's scripts count | MRR@3 | NDCG@3 | R@10 | R@100 | queries averaged |" in printed
+    assert "| part | 100.0 | 100.0 | 100.0 | 100.0 | 1 |" in printed
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_relevance_from_a_grade_on_equals_pytrec_eval(level):
+    run, qrels = random_data(77)
+    cut = {q: dict(evaluate.rank_results(q, r)[:100]) for q, r in run.items() if r}
+    theirs = pytrec_eval.RelevanceEvaluator(
+        qrels, {"recip_rank", "recall.10", "ndcg_cut.3"}, relevance_level=level
+    ).evaluate(cut)
+    ours = evaluate_run(run, qrels, level)
+    for name, measure in (("mrr", "recip_rank"), ("recall@10", "recall_10"), ("ndcg@3", "ndcg_cut_3")):
+        assert ours[name] == pytest.approx(sum(r[measure] for r in theirs.values()) / len(qrels), abs=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------- documents
+
+
+def test_a_document_stands_where_its_best_passage_stands():
+    """Against the track's converter: passages in rank order, the first of each document stays, the rest goes."""
+    generator = random.Random(3)
+    documents = [f"MARCO_D{i}" for i in range(6)] + ["WAPO_1fbc-11e3-b3e9"]
+    run = {}
+    for query in ("a", "b"):
+        passages = [f"{d}-{n}" for d in documents for n in range(generator.randrange(1, 4))]
+        run[query] = [(p, generator.randrange(5) / 2) for p in generator.sample(passages, len(passages))]
+    for query, results in evaluate.best_passages(run).items():
+        kept = []
+        for passage, _ in evaluate.rank_results(query, run[query]):
+            if passage.rsplit("-", 1)[0] not in kept:
+                kept.append(passage.rsplit("-", 1)[0])
+        assert [d for d, _ in evaluate.rank_results(query, results)] == kept
+    with pytest.raises(DataError, match="'p1' of query 'a' is not DOCUMENT-N"):
+        evaluate.best_passages({"a": [("p1", 1.0)]})
+
+
+def test_documents_are_scored_from_a_run_of_passages(tmp_path, capsys):
+    write_run(tmp_path / "p.trec", {"q": [("KILT_1-0", 5.0), ("KILT_1-3", 4.0), ("MARCO_D2-7", 3.0), ("WAPO_a-b-1", 2.0)]})
+    write_qrels(tmp_path / "qrels", {"q": {"MARCO_D2": 1, "WAPO_a-b": 4}})
+    words = [f"run={tmp_path}/p.trec", f"qrels={tmp_path}/qrels", "documents=true", "samples=5"]
+    line = evaluate.main(load_config(EvaluateConfig, words))
+    assert (line["mrr"], line["recall@5"]) == (0.5, 1.0)
+    assert evaluate.main(load_config(EvaluateConfig, [*words, "relevant_from=2"]))["mrr"] == pytest.approx(1 / 3)
+
+
+# ---------------------------------------------------------------------------------------------- groups of queries
+
+
+def conversation(name, topics, golds=None):
+    return [
+        Turn(
+            f"{name}_{n}", name, n, [("q", "a")] * (n - 1), f"question {n}", [golds[n - 1]] if golds else ["p"],
+            extra={"topic": topic} if topic else {},
+        )
+        for n, topic in enumerate(topics, 1)
+    ]
+
+
+def test_depth_and_topic_switch():
+    turns = conversation("c", ["Lima", "Lima", "Peru", "Lima", "Peru", *["Lima"] * 8])
+    random.Random(0).shuffle(turns)  # turn 10 comes after turn 9, whatever the order and the strings say
+    depth, topic = breakdown.by_depth(turns), breakdown.by_topic(turns, {})
+    assert (depth["c_1"], depth["c_9"], depth["c_10"], depth["c_11"], depth["c_13"]) == ("1", "9", "10", "11+", "11+")
+    found = [topic[f"c_{n}"] for n in range(1, 14)]
+    assert found == ["first turn", "same topic", *["topic switch"] * 4, *["same topic"] * 7]
+    assert sorted(["11+", "10", "2", "1"], key=breakdown.order) == ["1", "2", "10", "11+"]
+
+
+def test_gold_titles_tell_switches_where_there_is_no_topic(tmp_path):
+    write(tmp_path / "c.jsonl", "".join(json.dumps({"id": i, "title": t, "text": "x"}) + "\n" for i, t in [
+        ("1", "Lima"), ("2", "Lima"), ("3", "Peru"), ("4", ""), ("5", "other")]))
+    turns = conversation("c", [None] * 5, ["1", "2", "3", "4", "3"])
+    titles = breakdown.gold_titles(str(tmp_path / "c.jsonl"), turns)
+    assert titles == {"1": "Lima", "2": "Lima", "3": "Peru"}
+    found = breakdown.by_topic(turns, titles)
+    assert list(found.values()) == ["first turn", "same topic", "topic switch", "unknown", "unknown"]
+    late = turns[2:3]  # what went before it is not in the file
+    assert breakdown.by_topic(late, titles) == {"c_3": "unknown"}
+
+
+def test_groups_are_means_of_their_queries_with_tables_and_plots(tmp_path, capsys):
+    from xml.etree import ElementTree
+
+    turns = [t for c in range(6) for t in conversation(f"c{c}", ["Lima", "Lima", "<Peru>"])]
+    write(tmp_path / "t.jsonl", "".join(json.dumps(t.record()) + "\n" for t in turns))
+    run = {t.query_id: [("x", 2.0), ("p", 1.0)] if t.turn == 2 else [("p", 1.0)] for t in turns[:-1]}
+    write_run(tmp_path / "a.trec", run)
+    write_run(tmp_path / "b&c.trec", {q: r[::-1] for q, r in run.items()})
+    result = evaluate.score(load_config(EvaluateConfig, [
+        f"run={tmp_path}/a.trec,{tmp_path}/b&c.trec", f"turns={tmp_path}/t.jsonl", "samples=50", f"out={tmp_path}/out"]))
+    groups = result["systems"]["a"]["groups"]
+    assert {k: (v["queries"], v["mrr"]) for k, v in groups["depth"].items()} == {
+        "1": (6, 1.0), "2": (6, 0.5), "3": (6, pytest.approx(5 / 6))}  # the query that the run lacks counts as zero
+    assert {k: v["queries"] for k, v in groups["topic"].items()} == {"first turn": 6, "same topic": 6, "topic switch": 6}
+    assert sum(g["queries"] * g["mrr"] for g in groups["topic"].values()) == pytest.approx(18 * result["systems"]["a"]["mrr"])
+    assert groups["depth"]["3"]["ci"]["mrr"][0] < 5 / 6
+    table = capsys.readouterr().out
+    assert "| MRR by topic, against the turn before | first turn (6) | same topic (6) | topic switch (6) |" in table
+    for kind in ("depth", "topic"):
+        picture = ElementTree.parse(tmp_path / f"out/{kind}.svg").getroot()  # well-formed, names escaped
+        texts = [e.text for e in picture.iter() if e.tag.endswith("text")]
+        assert "b&c" in texts and len([e for e in picture.iter() if e.tag.endswith("circle")]) == 6
+    assert evaluate.score(load_config(EvaluateConfig, [
+        f"run={tmp_path}/a.trec", f"turns={tmp_path}/t.jsonl", "samples=50", "breakdown=false"])).get("groups") is None
+
+
+def test_a_point_of_the_plot_is_where_its_value_is():
+    picture = breakdown.plot("t", ["1", "2"], {"s": [(0.0, None), (0.5, [0.25, 0.55])]})
+    import re
+
+    low, high = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', picture)]
+    ticks = {int(v): float(y) - 4 for y, v in re.findall(r'y="([\d.]+)" text-anchor="end">(\d+)<', picture)}
+    assert ticks[0] == pytest.approx(low, abs=0.11) and ticks[50] == pytest.approx(high, abs=0.11)
+
+
+# ---------------------------------------------------------------------------------------------- cross evaluation
+
+
+def test_cross_evaluation_of_sets_and_retrievers(tmp_path, capsys):
+    for name, gold in (("one", "p0"), ("two", "p1")):
+        write(tmp_path / f"{name}.corpus.jsonl", "".join(json.dumps({"id": f"p{i}", "title": "", "text": text}) + "\n" for i, text in enumerate(
+            [f"Marie Curie {name} was born in Warsaw", f"Lima {name} is the capital of Peru", "Rivers of Europe"])))
+        os.makedirs(tmp_path / name)
+        write(tmp_path / name / "test.jsonl", "".join(json.dumps(t.record()) + "\n" for t in [
+            turn("a", "capital of peru", [gold], "Curie Warsaw"), turn("b", "and its rivers", ["p2"], None)]))
+        write(tmp_path / name / "rw.jsonl", json.dumps({"query_id": "a", "rewrite": "Lima"}) + "\n")
+    write(tmp_path / "cross.yaml", f"""
+sets: one, two
+turns: {tmp_path}/@set/test.jsonl
+rewrites: {tmp_path}/@set/rw.jsonl
+query: question,rewrite
+samples: 20
+out: {tmp_path}/out
+retrievers:
+  bm25: {{kind: bm25, corpus: "{tmp_path}/@set.corpus.jsonl"}}
+  flat: {{kind: bm25, corpus: "{tmp_path}/@set.corpus.jsonl", k1: 0.0}}
+  flat/two: {{kind: bm25, corpus: "{tmp_path}/@set.corpus.jsonl", k1: 0.0, query_words: 1}}
+""")
+    cfg = load_config(EvaluateConfig, ["--config", str(tmp_path / "cross.yaml")])
+    line = evaluate.main(cfg)
+    assert list(line["cells"]) == ["one/bm25", "one/flat", "two/bm25", "two/flat"] and line["out"] == f"{tmp_path}/out"
+    assert list(line["cells"]["one/bm25"]) == ["turns: question", "turns: rewrite", "rw"]
+    assert line["cells"]["one/bm25"]["turns: rewrite"]["mrr"] == 0.5 and line["cells"]["two/bm25"]["rw"]["mrr"] == 0.5
+    assert line["cells"]["one/flat"]["rw"]["mrr"] == 0.0
+    alone = evaluate.main(EvaluateConfig(
+        turns=f"{tmp_path}/two/test.jsonl", rewrites=f"{tmp_path}/two/rw.jsonl", query="question,rewrite", samples=20,
+        retriever=RetrieverConfig(corpus=f"{tmp_path}/two.corpus.jsonl", k1=0.0, query_words=1)))
+    assert alone["systems"] == line["cells"]["two/flat"]
+    table = (tmp_path / "out/table.md").read_text()
+    assert table.count("\n| ") == 12 and "| two/flat | turns: rewrite | " in table
+    written = json.loads((tmp_path / "out/metrics.json").read_text())["cells"]
+    assert written["two/flat"]["rw"]["ci"].keys() == set(METRICS) and os.path.exists(tmp_path / "out/two-flat/metrics.json")
+    assert load_config(EvaluateConfig, ["--config", f"{tmp_path}/out/config.yaml"]) == cfg
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sets=a,b", "turns=t.jsonl", "query=question"], "2 sets, but @set occurs in none"),
+        (["sets=a", "turns=@set", "query=question", "retrievers={x: {}, y/a: {}}"], "retrievers.y/a overrides 'y'"),
+        (["sets=a", "turns=@set", "query=question", "retrievers={x: {}, x/b: {}}"], "on data set 'b'"),
+        (["sets=a,b", "turns=@set", "query=questions"], "query='questions' is unknown"),
+        (["run=a.trec", "documents=true", "turns=t"], "documents=true needs qrels"),
+        (["run=a.trec", "qrels=q", "relevant_from=0"], "relevant_from is 0"),
+    ],
+)
+def test_cross_settings_that_cannot_work(words, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluate.main(load_config(EvaluateConfig, words))
 
 
 # ---------------------------------------------------------------------------------------------- the case list
