@@ -19,6 +19,8 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterable, Iterator
 
+import jinja2
+
 
 class DataError(ValueError):
     """Bad input data: the message names file, line, value, rule and way out."""
@@ -456,6 +458,104 @@ def read_examples(path: str) -> list[Turn]:
     return examples
 
 
+# Tasks `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
+
+SEARCH_RULES = r"""
+Thoughts stand between <think> and </think>: what is known, and what has to be found next.
+A search query stands between <search> and </search>: a few words, one thing at a time.
+What the search finds is then shown between <result> and </result>, which only the search engine writes.
+Thinking and searching go on until the answer is known; it stands between <answer> and </answer>.
+Inside it the exact answer alone, a name, a date, a number, yes or no, is put into \boxed{} with latex format.
+The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
+<answer>The answer is \[ \boxed{exact answer} \]</answer>"""
+SEARCH_INSTRUCTION = "You answer a question by thinking and by searching an encyclopedia." + SEARCH_RULES
+SEARCH_DIALOGUE = "A user asks an assistant, who answers by thinking and by searching an encyclopedia." + SEARCH_RULES
+
+AGENT_INSTRUCTION = """\
+You answer questions with the help of a tool that searches a collection of passages; rely on what the passages say.
+Ask it for one thing at a time, in a few words.  A question often takes several steps: find the first thing, then use \
+what you found to ask for the next.  If a search does not help, ask in other words.
+When you know the answer, write it between <answer> and </answer>: only a name, a date, a number, yes or no."""
+
+TOOLS_INSTRUCTION = """\
+# Tools
+
+Each line between <tools> and </tools> describes a function that you may call:
+<tools>
+{schemas}
+</tools>
+
+To call one, write its name and its arguments as JSON:
+<tool_call>
+{{"name": "…", "arguments": {{…}}}}
+</tool_call>
+Its result is then shown to you between <tool_response> and </tool_response>."""
+
+
+def search_messages(question: str, examples: list[list[dict]] = (), instruction: str = "") -> list[dict]:
+    """The chat of the `search` task's instruct form: rules as the system message, the bare question as the user's."""
+    return [{"role": "system", "content": instruction or SEARCH_INSTRUCTION}, *(m for e in examples for m in e),
+            {"role": "user", "content": " ".join(question.split())}]
+
+
+def search_text(question: str, examples: list[list[dict]] = (), instruction: str = "") -> str:
+    """The `search` prompt of a model without a chat template (a base model): one string that ends in `Assistant:`."""
+    shown = [f"{m['role'].capitalize()}: {m['content']}" for e in examples for m in e]
+    return "\n".join([instruction or SEARCH_DIALOGUE, *shown, f"User: {' '.join(question.split())} Assistant:"])
+
+
+def agent_messages(question: str, examples: list[list[dict]] = (), instruction: str = "") -> list[dict]:
+    """The chat of the `agent` task; its tools go to the chat template, or into the system message (`spell_tools`)."""
+    return [{"role": "system", "content": instruction or AGENT_INSTRUCTION}, *(m for e in examples for m in e),
+            {"role": "user", "content": " ".join(question.split())}]
+
+
+def spell_tools(messages: list[dict], tools: list[dict]) -> list[dict]:
+    """The same chat for a template without tools: schemas stand in the system message, calls and results in texts."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    out: list[dict] = []
+    for m in messages:
+        content = m["content"]
+        if m["role"] == "system":
+            content += "\n\n" + TOOLS_INSTRUCTION.format(schemas=schemas)
+        for call in m.get("tool_calls", []):
+            content = (content + "\n" if content else "") + tool_call_text(call["function"])
+        if m["role"] == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            if out[-1]["role"] == "user":  # parallel calls: their results share a turn
+                out[-1]["content"] += "\n" + content
+                continue
+        out.append({"role": "user" if m["role"] == "tool" else m["role"], "content": content})
+    return out
+
+
+def tool_call_text(function: dict) -> str:
+    """A call in the hermes form: {"name", "arguments" (a dict, or its JSON)} between tool_call tags."""
+    arguments = function["arguments"]
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def read_conversations(path: str) -> list[list[dict]]:
+    """Few-shot examples of `search` and `agent`: JSONL {"messages": [...]}, each from a user's question to its answer.
+
+    `search`: one user and one assistant message, results included.  `agent`: assistant messages with `tool_calls`
+    (function: name, arguments as a mapping), messages of role `tool`, and a last answer.
+    """
+    conversations = []
+    for number, row in read_jsonl(path):
+        messages = row.get("messages")
+        roles = [m.get("role") if isinstance(m, dict) else None for m in messages] if isinstance(messages, list) else []
+        if len(roles) < 2 or roles[0] != "user" or roles[-1] != "assistant" or not all(
+                isinstance(m.get("content"), str) for m in messages):
+            raise DataError(f"{path}:{number}: messages must run from a user's question to the assistant's answer, "
+                            f"each with role and content; the roles are {roles}")
+        conversations.append(messages)
+    if not conversations:
+        raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
+    return conversations
+
+
 # ------------------------------------------------------------------------------------------------------- chat encoding
 
 TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that prompts stay the same
@@ -469,24 +569,42 @@ def defuse(text: str, special: Iterable[str]) -> str:
     return text
 
 
-def encode_chat(tokenizer, chat: str | list[dict]) -> list[int]:
-    """Token ids of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
+def special_strings(tokenizer) -> list[str]:
+    """Every string that the tokenizer makes one added token of, whether it calls it special or not."""
+    # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
+    return sorted({*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values())})
 
-    The template writes BOS itself where the model wants one, so none is added (once, never twice); the date is pinned;
-    special-token strings inside the texts are made harmless.  DataError: a tokenizer without a chat template.
+
+def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True) -> str:
+    """The text of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
+
+    Special-token strings inside the texts are made harmless; the date is pinned.  `tools`: JSON schemas of functions;
+    assistant messages may then carry `tool_calls`, and messages of role `tool` hold results.  DataError: a tokenizer
+    without a chat template, or one that refuses such messages.
     """
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
                         "or add a chat_template.jinja to its folder")
-    # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    special = {*tokenizer.all_special_tokens, *added}
+    special = sorted({*tokenizer.all_special_tokens, *added})
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    messages = [m | {"content": defuse(m["content"], sorted(special))} for m in chat]
+    messages = [m | {"content": defuse(m["content"], special)} for m in chat]
     # A macro, because transformers hands no function of ours on to a template.
-    template = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n{tokenizer.get_chat_template()}"
-    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True,
-                                         date_string=TEMPLATE_DATE, enable_thinking=False)
+    template = (f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
+                f"{tokenizer.get_chat_template(tools=tools)}")
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False,
+                                             add_generation_prompt=answer_next, date_string=TEMPLATE_DATE,
+                                             enable_thinking=False)
+    except jinja2.TemplateError as e:
+        roles = ", ".join(m["role"] for m in messages)
+        raise DataError(f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; use a "
+                        "model whose template takes them") from e
+
+
+def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of `render_chat`.  The template writes BOS itself where the model wants one (once, never twice)."""
+    text = render_chat(tokenizer, chat, tools)
     # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
     text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -311,7 +311,9 @@ def check_search_format(text: str, results: int | None = None) -> bool:
     The blocks think, search, result and answer do not nest; text around them is free. At least one think block; one
     result block after each search block and nowhere else; one answer block, the last, with a matched `\boxed{…}`.
 
-    text: the response with the result blocks that the episode inserted. What stands inside those is not read.
+    text: the response with the result blocks that the episode inserted. What stands inside those is not read: only what
+    the model wrote is judged. They are still needed, because a search without a result is malformed (ReSearch gives it
+    0): whoever has the text of the model alone puts an empty block where each result stood (`search_well_formed`).
     results: how many the episode inserted. When given, the text must hold exactly as many: it cannot show by itself
     that the model invented a result. Whether the response ended with EOS is for the caller to check.
     """
@@ -334,3 +336,35 @@ def check_search_format(text: str, results: int | None = None) -> bool:
         position = end + len(f"</{kind}>")
     complete = "think" in blocks and blocks[-1] == "answer" and results in (None, blocks.count("result"))
     return complete and extract_boxed(answer) is not None
+
+
+def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
+    """`check_search_format` of an episode in (text, written by the model) pieces: the model's own text decides alone.
+
+    Every piece that the model did not write counts as one empty result block, whatever it holds; a result tag that the
+    model wrote is malformed.
+    """
+    segments = list(segments)
+    own = "".join(text for text, written in segments if written)
+    if "<result>" in own or "</result>" in own:
+        return False
+    text = "".join(text if written else "<result></result>" for text, written in segments)
+    return check_search_format(text, sum(not written for _, written in segments))
+
+
+ANSWER_REWARDS = ("research", "em", "f1")
+
+
+def score_answer(prediction: str | None, golds: str | Iterable[str], well_formed: bool, reward: str) -> float:
+    """What the answer of an episode earns (None: there was none).
+
+    research   0 unless well formed (its end with EOS included), then the F1 if it is above 0, else 0.1 (ReSearch's code;
+               its paper gives the F1 without the gate)
+    em         exact match, 0 or 1, without a format gate (Search-R1)
+    f1         F1 without a format gate (DeepSearch-RL, whose code takes the first gold alone, and twice the F1)
+    """
+    if reward not in ANSWER_REWARDS:
+        raise ValueError(f"reward is {reward!r}; there are {', '.join(ANSWER_REWARDS)}. Choose one of them.")
+    if reward == "research":
+        return (f1_score(prediction, golds) or 0.1) if well_formed else 0.0
+    return exact_match(prediction, golds) if reward == "em" else f1_score(prediction, golds)
