@@ -4,6 +4,7 @@
     python evaluate.py run=mine.trec baseline=raw.trec qrels=test.qrels          # with a paired test
     python evaluate.py rewrites=rewrites.jsonl query=question,rewrite turns=test.jsonl retriever.index=index
     python evaluate.py --config cross.yaml          # several data sets and retrievers: `sets` and `retrievers`
+    python evaluate.py answers=trajectory.jsonl questions=test.jsonl qrels=test.qrels     # EM, F1, … (answers.py)
 
 pytrec_eval computes the numbers. What this file decides around it (the original system differs in 1, 3, 4 and 7):
 
@@ -40,10 +41,11 @@ from typing import Any, Literal
 import numpy as np
 import pytrec_eval
 
+import answers
 import breakdown
 from config import ConfigError, save_config
 from config import run as run_entry
-from data import DataError, Turn, atomic_write, read_jsonl, read_lines, read_turns, with_gold
+from data import DataError, Turn, atomic_write, read_jsonl, read_lines, read_questions, read_turns, with_gold
 from retriever import RetrieverConfig, open_retriever
 
 Run = dict[str, list[tuple[str, float]]]  # query id → (passage id, score)
@@ -311,6 +313,11 @@ def paired_test(
 
 @dataclass
 class EvaluateConfig:
+    answers: str | list[str] = ""
+    """instead of runs: files of predicted answers to `questions` (trajectory.jsonl of infer.py, or id and prediction),
+    separated by commas; `qrels`, `baseline` (a file of answers too), `sample`, `samples`, `seed` and `out` apply"""
+    questions: str = ""
+    """questions file (JSONL) with the golden answers"""
     run: str | list[str] = ""
     """TREC run files to score, separated by commas"""
     qrels: str = ""
@@ -504,6 +511,8 @@ def short(row: dict) -> dict:
 
 def main(cfg: EvaluateConfig) -> dict:
     """Score what the config names; metrics by name, of the last system and of all, the rest being in `out`."""
+    if _listed(cfg.answers):
+        return score_answers(cfg)
     if _listed(cfg.sets) or cfg.retrievers:
         return cross(cfg)
     result = score(cfg)
@@ -621,6 +630,110 @@ def cross(cfg: EvaluateConfig) -> dict:
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
     line = {"cells": {title: {system: short(row) for system, row in rows.items()} for title, rows in details.items()}}
     return line | ({"out": cfg.out} if cfg.out else {})
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+def _check_answers(cfg: EvaluateConfig) -> None:
+    """Refuse what cannot be scored before anything is read."""
+    if not cfg.questions:
+        raise ConfigError("answers need questions=FILE, which has the golden answers")
+    for name in ("run", "rewrites", "query", "turns", "sets"):
+        if value := getattr(cfg, name):
+            raise ConfigError(f"{name}={value} does not go with answers; score them in two calls")
+    if cfg.out and not os.path.isdir(cfg.out) and os.path.exists(cfg.out):
+        raise ConfigError(f"out={cfg.out} is a file; name a folder")
+    if cfg.samples < 1:
+        raise ConfigError(f"samples is {cfg.samples}; it must be at least 1")
+
+
+def score_answers(cfg: EvaluateConfig) -> dict:
+    """Score files of answers (rules in answers.py), print the table, write `out` with FlashRAG's files; all means.
+
+    A system's row holds reward.ANSWER_METRICS, where known `well_formed`, `searches`, `gold_recall`, `all_gold`, then
+    `questions`, `missing`, `errors`, `extra`, `judged`, `ci`, and `paired` against the first system.
+    """
+    _check_answers(cfg)
+    questions = read_questions(cfg.questions)
+    qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
+    golds = {query: [passage for passage, gain in gains.items() if gain > 0] for query, gains in qrels.items()}
+    if cfg.qrels and not any(golds.get(question.id) for question in questions):
+        raise DataError(f"{cfg.qrels} judges no question of {cfg.questions}; give the qrels of these questions")
+    found: dict[str, dict[str, answers.Prediction]] = {}
+    for path in _listed(cfg.baseline) + _listed(cfg.answers):
+        predictions = answers.read_predictions(path, cfg.sample)
+        if not predictions.keys() & {question.id for question in questions}:
+            raise DataError(f"{path} and {cfg.questions} have no question in common (for example "
+                            f"{next(iter(predictions))!r} and {questions[0].id!r}); use the questions of these answers")
+        found[_title(path, found)] = predictions
+    groups = {title: answers.score_predictions(predictions, questions, golds) for title, predictions in found.items()}
+    first, systems = next(iter(found)), {}
+    for title, predictions in found.items():
+        row: dict = {"ci": {}, "paired": {}}
+        for kind, scores in groups[title].items():
+            if not scores:
+                continue
+            names, values = _matrix(scores)
+            row |= dict(zip(names, values.mean(axis=0).tolist()))
+            row["ci"] |= bootstrap_interval(scores, None, cfg.samples, cfg.seed)
+            both = [query for query in scores if query in groups[first][kind]]
+            if title != first and both and names == _matrix(groups[first][kind])[0]:
+                pair = ({query: groups[system][kind][query] for query in both} for system in (title, first))
+                row["paired"] |= paired_test(*pair, None, cfg.samples, cfg.seed)
+        row |= answers.count_predictions(predictions, questions) | {"judged": len(groups[title]["golds"])}
+        systems[title] = row
+    result = {"system": title} | row | ({"baseline": first, "systems": systems} if len(systems) > 1 else {})
+    table = _answer_table(systems, first)
+    print(table)
+    if cfg.out:
+        for title in found:
+            folder = cfg.out if len(found) == 1 else os.path.join(cfg.out, re.sub(r"[^\w.-]+", "_", title))
+            answers.write_flashrag(folder, cfg.questions, found[title], groups[title]["answers"])
+        for name, text in (("table.md", table), ("metrics.json", json.dumps(result, ensure_ascii=False, indent=1))):
+            with atomic_write(os.path.join(cfg.out, name)) as f:
+                f.write(text + "\n")
+        save_config(cfg, os.path.join(cfg.out, "config.yaml"))
+    plain = {title: {k: v for k, v in row.items() if k not in ("ci", "paired")} for title, row in systems.items()}
+    line = {"system": title} | plain[title] | {"ci_unit": "query"}
+    return line | ({"baseline": first, "systems": plain} if len(systems) > 1 else {}) | (
+        {"out": cfg.out} if cfg.out else {})
+
+
+ANSWER_NAMES = {"em": "EM", "f1": "F1", "acc": "acc", "precision": "precision", "recall": "recall",
+                "well_formed": "well-formed", "gold_recall": "gold recall", "all_gold": "all gold",
+                "searches": "searches"}
+
+
+def _answer_table(systems: dict[str, dict], first: str) -> str:
+    """Markdown: what is known of every system, with intervals; below, differences from the first system with p."""
+    names = [name for name in ANSWER_NAMES if any(name in row for row in systems.values())]
+
+    def cell(name: str, value: float | None, ci: list[float] | None, sign: str = "") -> str:
+        if value is None:
+            return "–"
+        if name != "searches":
+            return _cell(value, ci, f"{sign}.1f")
+        return f"{value:{sign}.2f}" + (f" [{ci[0]:{sign}.2f}, {ci[1]:{sign}.2f}]" if ci else "")
+
+    head = " | ".join(ANSWER_NAMES[name] for name in names)
+    top = [f"| system | {head} | questions | missing | errors |", "|---" * (len(names) + 4) + "|"]
+    below = [f"| minus {first} | {head} |", "|---" * (len(names) + 1) + "|"]
+    notes = []
+    for title, row in systems.items():
+        cells = [cell(name, row.get(name), row["ci"].get(name)) for name in names]
+        top.append(f"| {title} | {' | '.join(cells)} | {row['questions']} | {row['missing']} | {row['errors']} |")
+        if row["paired"]:
+            tests = [(name, row["paired"].get(name)) for name in names]
+            cells = [cell(name, test["difference"], test["ci"], "+") + f" p={test['p']:.4f}" if test else "–"
+                     for name, test in tests]
+            below.append(f"| {title} | {' | '.join(cells)} |")
+        if row["judged"]:
+            notes += ["", f"{title}: gold recall and all gold over the {row['judged']} judged questions."]
+        if row["extra"]:
+            notes += ["", f"{title}: {row['extra']} predictions are for other questions and were ignored."]
+    middle = ["", "Percent (searches: their number) with 95 % bootstrap intervals, drawn by question."]
+    return "\n".join(top + middle + (["", *below] if len(systems) > 1 else []) + notes)
 
 
 # ---------------------------------------------------------------------------------------------- tables

@@ -5,7 +5,7 @@ A file of its own because it is the counterpart of `conversations.py`: `prepare.
 Where the forms are written down (all read there, none guessed):
 
     musique      `raw_data_to_official_format.py` and README of StonyBrookNLP/musique (v1.0)
-    hotpotqa     "JSON Format" in the README of hotpotqa/hotpot; the distractor files, whose ten paragraphs hold the golds
+    hotpotqa     "JSON Format" in the README of hotpotqa/hotpot; the distractor files, which hold both golds
     2wiki        "Dataset Contents" in the README of Alab-NII/2wikimultihop; aliases as 2wikimultihop_evaluate_v1.1.py
     bamboogle    the sheet that ofirpress/self-ask links to, saved as CSV
     multihoprag  the two JSON files of yixuantt/MultiHop-RAG; split as `convert_dataset.py` of ninehills/deepsearch-rl
@@ -721,9 +721,9 @@ def flashrag(cfg: FlashragConfig) -> dict:
     """Any data set in FlashRAG's form: the train, dev and test.jsonl in `source`, and the paragraphs in their metadata.
 
     HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each hop; other sets
-    come out as questions alone. HotpotQA's dev file is the fullwiki one, whose paragraphs often miss a gold: most of its
-    questions get no qrels (`prepare.py hotpotqa` has them all). The golden answers of multiple choice are numbers of
-    `choices`. The text of the context is left out of `metadata`.
+    come out as questions alone. HotpotQA's dev file is the fullwiki one, whose paragraphs often miss a gold: most of
+    its questions get no qrels (`prepare.py hotpotqa` has them all). The golden answers of multiple choice are numbers
+    of `choices`. The text of the context is left out of `metadata`.
     """
     files = {split: Official((f"{split}.jsonl",), "https://huggingface.co/datasets/RUC-NLPIR/FlashRAG_datasets",
                              optional=True) for split in ("train", "dev", "test")}
