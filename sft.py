@@ -39,15 +39,17 @@ import infer
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
-from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, token_logprobs
+from model import (LoRAConfig, ModelError, adapter_base, adapter_settings, load_causal_lm, load_tokenizer, lr_at,
+                   make_optimizer, token_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from rollout import EngineConfig, Sampling, check_engine
 
 
 @dataclass
 class SFTConfig:
-    stage: Literal["all", "sample", "train"] = "all"
-    """sample: write records; train: fine-tune on records; all: one after the other"""
+    stage: Literal["all", "sample", "train", "merge"] = "all"
+    """sample: write records; train: fine-tune on records; all: one after the other; merge: write the LoRA adapter in
+    `model` and the model it was trained on as one Hugging Face folder, `out`"""
     model: str = ""
     """Hugging Face folder or hub name of an instruct model: it is sampled from and fine-tuned"""
     out: str = ""
@@ -110,18 +112,22 @@ class SFTConfig:
     """train: gradients are scaled down to this norm"""
     max_bad_steps: int = 3
     """train: a step with a gradient that is not finite is skipped; so many in a row end the run"""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """train: an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
     gradient_checkpointing: bool = False
     """train: recompute activations in the backward pass (less memory, a third more time)"""
     save_every: int = 50
     """train: steps between checkpoints; there is one after every epoch too"""
     keep_checkpoints: int = 2
     """train: how many of the newest stay"""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    """train, merge: dtype of the weights that are written (an adapter's own are float32 always)"""
 
 
 SAMPLE_KEYS = ("seed", "max_turns", "samples_per_turn", "temperature", "max_response_tokens", "max_prompt_tokens",
                "max_rank", "keep_per_turn")
 TRAIN_KEYS = ("seed", "target", "max_length", "heldout_fraction", "epochs", "sequences_per_step", "lr", "schedule",
-              "warmup_fraction", "betas", "weight_decay", "max_grad_norm")  # what changes the result
+              "warmup_fraction", "betas", "weight_decay", "max_grad_norm", "lora")  # what changes the result
 
 
 class Diverged(RuntimeError):
@@ -396,6 +402,15 @@ def log_step(path: str, row: dict, total: int, rest: str, where: Dist) -> None:
     print0(" | ".join([f"step {row['step']:05d}/{total:05d}", *shown, rest]))
 
 
+def export(model: nn.Module, tokenizer, cfg: SFTConfig) -> None:
+    """Write `<out>/final`: the adapter where there is one, else the model (a collective)."""
+    final = os.path.join(cfg.out, "final")
+    if cfg.lora.r is None:
+        D.export_hf(model, tokenizer, final, getattr(torch, cfg.export_dtype))
+    else:
+        D.export_adapter(model, tokenizer, final)
+
+
 def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Example], cfg: SFTConfig, where: Dist,
              pad_id: int) -> dict:
     """Fine-tune a sharded model, from the newest checkpoint in `cfg.out` if there is one; every process calls it.
@@ -408,7 +423,8 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
     held_batches = micro_batches(heldout, cfg.micro_batch_size, pad_id, where) if heldout else []
-    model.train(cfg.gradient_checkpointing)  # transformers recomputes in train mode alone; dropout is 0 in either
+    # transformers recomputes in train mode alone; all dropout is 0 in either mode but the adapter's
+    training = cfg.gradient_checkpointing or cfg.lora.dropout > 0
     best: dict = {}
     start, bad, skipped = 0, 0, 0
     if found := D.latest_checkpoint(cfg.out):
@@ -426,8 +442,10 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             batch = step_examples(rows, step, cfg)
             tokens = sum(sum(r.loss_mask) for r in batch)
             lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
+            model.train(training)
             loss, norm = train_step(model, optimizer, micro_batches(batch, cfg.micro_batch_size, pad_id, where), tokens,
                                     lr, cfg.max_grad_norm, where.world)
+            model.eval()
             loss = sum(D.gather_objects(loss))
             finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
             bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
@@ -438,7 +456,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
                 row |= held
                 if not best or not held or held["heldout_loss"] < best["heldout_loss"]:
                     best = {"best_epoch": epoch, **held}
-                    D.export_hf(model, tokenizer, os.path.join(cfg.out, "final"))
+                    export(model, tokenizer, cfg)
             left = (time.monotonic() - began) / (step + 1 - start) * (total - step - 1)
             log_step(metrics, row | {"seconds": round(time.monotonic() - clock, 3)}, total, f"{left:.0f} s left", where)
             if bad >= cfg.max_bad_steps:
@@ -459,7 +477,9 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     path, final = cfg.records or os.path.join(cfg.out, "records.jsonl"), os.path.join(cfg.out, "final")
     turns, result_path = data.read_turns(path), os.path.join(cfg.out, "result.json")
     files = {"model": infer.named(cfg.model), "records": infer.named(path)}
-    begin_stage(cfg, where, "train", files | {key: getattr(cfg, key) for key in TRAIN_KEYS},
+    if base := adapter_base(cfg.model):
+        files["base"] = infer.named(base)
+    begin_stage(cfg, where, "train", files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
     if result := read_result(result_path):
         return result
@@ -472,7 +492,12 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
            f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
            f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, {cfg.micro_batch_size} at a "
            f"time; {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
-    model = load_causal_lm(cfg.model, torch.float32, where.device, cfg.gradient_checkpointing)
+    cuda = where.device.type == "cuda"
+    model = load_causal_lm(cfg.model, torch.bfloat16 if cuda and cfg.lora.r else torch.float32, where.device,
+                           cfg.gradient_checkpointing, cfg.lora, cfg.seed)
+    if cfg.lora.r:
+        trained, whole = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (1, 0))
+        print0(f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = {100 * trained / whole:.2f} %")
     vocabulary, longest = model.get_input_embeddings().num_embeddings, max(len(e.tokens) for e in examples)
     if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
         raise DataError(f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the "
@@ -482,7 +507,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
         raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions; set "
                           f"max_length={positions} or less: longer rows are then dropped and counted")
     pad_id = data.pad_token_id(tokenizer, data.eos_token_ids(tokenizer), vocabulary)
-    D.shard_model(model, where, bf16=where.device.type == "cuda")
+    D.shard_model(model, where, bf16=cuda)
     result = {"model": final, "records": len(rows), "heldout": len(heldout), "dropped": sum(dropped.values()),
               **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
     if where.rank == 0:
@@ -490,11 +515,43 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     return result
 
 
+# -------------------------------------------------------------------------------------------------------------- merge
+
+MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}  # mean |difference| in nats a token that rounding explains, and more
+
+
+@torch.no_grad()
+def merge(cfg: SFTConfig, where: Dist) -> dict:
+    """Write an adapter and its base as one Hugging Face folder, and compare what is there with the unmerged model.
+
+    W + scaling · B·A is computed in float32 and rounded once.  Both are run in the dtype that is written, on a text of
+    the project; returns the mean |difference| of their log-probabilities and the share of equal most probable tokens.
+    """
+    base = adapter_base(cfg.model)
+    if base is None:
+        raise ConfigError(f"model={cfg.model} is no adapter's folder (it has no adapter_config.json): nothing to merge")
+    if where.world > 1:
+        raise ConfigError(f"stage=merge is work for one process, not {where.world}; start it without torchrun")
+    if os.path.exists(cfg.out) and os.listdir(cfg.out) and not cfg.overwrite:
+        raise ConfigError(f"out={cfg.out} is there already; choose another folder, or overwrite=true")
+    tokenizer, dtype = load_tokenizer(cfg.model), getattr(torch, cfg.export_dtype)
+    D.export_hf(load_causal_lm(cfg.model), tokenizer, cfg.out, dtype)
+    ids = torch.tensor([tokenizer(data.INSTRUCTION, add_special_tokens=False)["input_ids"]], device=where.device)
+    logprobs = [load_causal_lm(path, dtype, where.device, lora=lora)(ids).logits[0].float().log_softmax(-1)
+                for path, lora in ((cfg.model, adapter_settings(cfg.model)), (cfg.out, None))]  # (T, V) each
+    gap = (logprobs[0] - logprobs[1]).gather(-1, logprobs[0].argmax(-1, keepdim=True)).abs().mean().item()
+    same = (logprobs[0].argmax(-1) == logprobs[1].argmax(-1)).double().mean().item()
+    if not gap <= MERGE_LIMIT[cfg.export_dtype]:
+        raise ModelError(f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in float32, or "
+                         "mend base_model_name_or_path in the adapter_config.json")
+    return {"model": cfg.out, "base": base, "dtype": cfg.export_dtype, "gap": round(gap, 6), "same": round(same, 4)}
+
+
 # -------------------------------------------------------------------------------------------------------- entry point
 
 def check(cfg: SFTConfig) -> None:
     """Raise ConfigError for settings that cannot work, before anything is loaded."""
-    for name in ["model", "out"] + ["turns", "examples"] * (cfg.stage != "train"):
+    for name in ["model", "out"] + ["turns", "examples"] * (cfg.stage in ("all", "sample")):
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; stage={cfg.stage} needs {name}=…")
     if cfg.stage == "all" and cfg.records:
@@ -525,6 +582,8 @@ def main(cfg: SFTConfig) -> dict | None:
     check(cfg)
     where = D.setup()
     try:
+        if cfg.stage == "merge":
+            return merge(cfg, where)
         result: dict = {}
         with data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext():
             if cfg.stage != "train":

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -314,7 +315,7 @@ def drive(tmp_path, cfg, processes=1, kill=-1):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER.format(root=str(ROOT), kill=kill))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] * (processes > 1)
-    arguments = [f"{k}={json.dumps(v)}" for k, v in vars(cfg).items() if k != "retriever"]
+    arguments = [f"{k}={json.dumps(v)}" for k, v in vars(cfg).items() if not is_dataclass(v)]
     return subprocess.run([sys.executable, *launcher, str(script), *arguments], capture_output=True, text=True,
                           timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
