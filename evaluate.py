@@ -677,9 +677,11 @@ def score_answers(cfg: EvaluateConfig) -> dict:
             names, values = _matrix(scores)
             row |= dict(zip(names, values.mean(axis=0).tolist()))
             row["ci"] |= bootstrap_interval(scores, None, cfg.samples, cfg.seed)
-            both = [query for query in scores if query in groups[first][kind]]
-            if title != first and both and names == _matrix(groups[first][kind])[0]:
-                pair = ({query: groups[system][kind][query] for query in both} for system in (title, first))
+            other = groups[first][kind]
+            both = [query for query in scores if query in other]
+            if title != first and both:
+                shared = [name for name in names if name in other[both[0]]]
+                pair = [{query: {name: of[query][name] for name in shared} for query in both} for of in (scores, other)]
                 row["paired"] |= paired_test(*pair, None, cfg.samples, cfg.seed)
         row |= answers.count_predictions(predictions, questions) | {"judged": len(groups[title]["golds"])}
         systems[title] = row

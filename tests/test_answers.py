@@ -1,0 +1,360 @@
+"""Answers: the five scores against slow loops and hand values, gold passages of an episode, answer files, FlashRAG's.
+
+python -m pytest tests/test_answers.py
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+import evaluate
+from answers import Prediction, count_predictions, read_predictions, score_predictions, write_flashrag
+from config import ConfigError
+from data import DataError, Question, read_questions
+from evaluate import EvaluateConfig
+from reward import (ANSWER_METRICS, all_gold, answer_metrics, exact_match, f1_score, gold_recall, normalize_answer,
+                    sub_exact_match)
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def put(path, rows):
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------------------- formulas
+
+def plain(text):
+    """Normalisation character by character and word by word: no regular expression, no table."""
+    text = unicodedata.normalize("NFC", text.lower())
+    text = "".join(c for c in text if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+    words, word = [], ""
+    for c in text + " ":  # an article is a run of word characters between others
+        if c.isalnum():
+            word += c
+        else:
+            words += ["" if word in ("a", "an", "the") else word, c]
+            word = ""
+    return " ".join("".join(w if w or i % 2 else " " for i, w in enumerate(words)).split())
+
+
+def slow(prediction, golds):
+    best = dict.fromkeys(ANSWER_METRICS, 0.0)
+    p = plain(prediction)
+    for g in [plain(gold) for gold in golds if plain(gold)]:
+        best["em"] = max(best["em"], 1.0 if p == g else 0.0)
+        best["acc"] = max(best["acc"], 1.0 if any(p[i:i + len(g)] == g for i in range(len(p))) else 0.0)
+        if p != g and {p, g} & {"yes", "no", "noanswer"}:
+            continue
+        left, same = g.split(), 0
+        for word in p.split():
+            if word in left:
+                left.remove(word)
+                same += 1
+        if same:
+            pr, re = same / len(p.split()), same / len(g.split())
+            for name, value in (("precision", pr), ("recall", re), ("f1", 2 * pr * re / (pr + re))):
+                best[name] = max(best[name], value)
+    return best
+
+
+WORDS = ["the", "a", "An", "yes", "No", "noanswer", "Lima", "lima.", "New", "York,", "U.S.A.", "-", "x-y", "Café",
+         "Cafe\u0301", "Hawai’i", "東京", "1,000", "???", "«the»", "É", "ß", "İ", "the’s"]
+
+
+def test_scores_equal_slow_loops():
+    g = random.Random(3)
+    for _ in range(3000):
+        prediction, *golds = (" ".join(g.choices(WORDS, k=g.randrange(5))) for _ in range(g.randrange(1, 5)))
+        found = answer_metrics(prediction, golds)
+        assert list(found) == list(ANSWER_METRICS) and found == slow(prediction, golds), (prediction, golds)
+        assert normalize_answer(prediction) == plain(prediction)
+        assert found["em"] <= found["acc"] and found["em"] <= found["f1"] <= max(found["precision"], found["recall"])
+        assert (exact_match(prediction, golds), f1_score(prediction, golds), sub_exact_match(prediction, golds)) == (
+            found["em"], found["f1"], found["acc"])
+
+
+@pytest.mark.parametrize("prediction, golds, em, f1, acc, precision, recall", [  # by hand
+    ("Paris", ["Paris"], 1, 1, 1, 1, 1),
+    ("city of Paris", ["Paris"], 0, 0.5, 1, 1 / 3, 1),
+    ("New York City", ["NYC", "New York"], 0, 0.8, 1, 2 / 3, 1),
+    ("New York", ["New York City"], 0, 0.8, 0, 1, 2 / 3),
+    ("x y", ["x", "x y z w"], 0, 2 / 3, 1, 1, 1),  # P from one gold, R from the other: their F1 would be 1
+    ("know nothing", ["no"], 0, 0, 1, 0, 0),  # a substring, not a word; F1 under the guard
+    ("no", ["no", "yes"], 1, 1, 1, 1, 1),
+    ("yes", ["no answer"], 0, 0, 0, 0, 0),
+    ("noanswer", ["yes"], 0, 0, 0, 0, 0),
+    ("yes it is", ["yes"], 0, 0, 1, 0, 0),
+    ("a b b", ["b b b"], 0, 0.8, 0, 1, 2 / 3),  # multisets; the article is gone
+    ("", ["Paris"], 0, 0, 0, 0, 0),
+    (None, ["Paris"], 0, 0, 0, 0, 0),
+    ("???", ["The"], 0, 0, 0, 0, 0),  # FlashRAG gives EM and acc 1 here: both normalise to nothing
+    ("Paris", ["the", "Rome"], 0, 0, 0, 0, 0),  # FlashRAG gives acc 1: "" is in everything
+    ("Paris", [], 0, 0, 0, 0, 0),
+    ("3.5", "35", 1, 1, 1, 1, 1),
+])
+def test_hand_values(prediction, golds, em, f1, acc, precision, recall):
+    assert list(answer_metrics(prediction, golds).values()) == pytest.approx([em, f1, acc, precision, recall])
+
+
+def test_many_aliases_take_the_best_one():
+    golds = [f"alias {i} of it" for i in range(193)] + ["Mask of Fu Manchu"]  # 2WikiMultihopQA has up to 194
+    assert answer_metrics("The Mask of Fu Manchu", golds)["em"] == 1.0
+
+
+def test_gold_passages_of_an_episode():
+    g = random.Random(0)
+    for _ in range(300):
+        golds, found = ([f"p{g.randrange(8)}" for _ in range(g.randrange(1, 6))] for _ in range(2))
+        hits = sum(1 for gold in set(golds) if any(gold == f for f in found))
+        assert gold_recall(found, golds) == hits / len(set(golds))
+        assert all_gold(found, golds) == (1.0 if hits == len(set(golds)) else 0.0)
+    assert gold_recall([], ["a", "b"]) == 0.0 and gold_recall(iter(["b", "b"]), ("a", "b")) == 0.5
+    with pytest.raises(ValueError, match="gold_ids is empty"):
+        gold_recall(["a"], [])
+    with pytest.raises(ValueError, match="not one string"):
+        gold_recall("abc", ["a"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+QUESTIONS = [{"id": f"q{i}", "question": f"question {i}?", "golden_answers": golds} for i, golds in enumerate(
+    [["Lima"], ["yes"], ["New York City", "NYC"], ["Frank Herbert"], ["7"]])]
+TRAJECTORIES = [  # as infer.py writes them, as far as this file reads
+    {"rollout_id": "q0#0", "id": "q0", "pred": "Lima", "answer": "<answer>Lima</answer>", "error": None,
+     "well_formed": True, "searches": 2, "retrieved": ["a", "x", "b"]},
+    {"rollout_id": "q0#1", "id": "q0", "pred": "Rome", "error": None, "well_formed": False, "searches": 9,
+     "retrieved": []},
+    {"rollout_id": "q1#0", "id": "q1", "pred": "", "answer": "", "error": None, "well_formed": False, "searches": 0,
+     "retrieved": []},
+    {"rollout_id": "q2#0", "id": "q2", "pred": "New York", "error": "tool_error: time-out", "well_formed": False,
+     "searches": 1, "retrieved": ["c"]},
+    {"rollout_id": "zz#0", "id": "zz", "pred": "x", "error": None, "well_formed": True, "searches": 50,
+     "retrieved": []},
+    {"rollout_id": "q3#0", "id": "q3", "pred": "Herbert", "answer": "so: Herbert", "error": None, "well_formed": True,
+     "searches": 3, "retrieved": ["d", "d"]},
+]
+GOLDS = {"q0": ["a", "b"], "q2": ["c", "e"], "q3": ["d"], "q4": ["f"], "other": ["g"]}
+
+
+def test_every_form_of_an_answer_file(tmp_path):
+    rows = [{"id": "a", "prediction": "Lima", "more": 1}, {"id": "b", "prediction": None},
+            {"id": "c", "output": {"pred": "x", "final_response": "it is x", "metric_score": {}}}]
+    expected = {"a": Prediction("Lima"), "b": Prediction(""), "c": Prediction("x", "it is x")}
+    assert read_predictions(put(tmp_path / "p.jsonl", rows)) == expected
+    (tmp_path / "intermediate_data.json").write_text(json.dumps(rows, indent=4))
+    assert read_predictions(str(tmp_path / "intermediate_data.json")) == expected
+    path = put(tmp_path / "t.jsonl", TRAJECTORIES)
+    assert read_predictions(path)["q0"] == Prediction("Lima", "<answer>Lima</answer>", True, 2, ["a", "x", "b"])
+    assert read_predictions(path, sample=1) == {"q0": Prediction("Rome", None, False, 9, [])}
+    numbered = [{"id": "a", "prediction": "x", "sample": 0}, {"id": "a", "prediction": "y", "sample": 1}]
+    assert read_predictions(put(tmp_path / "s.jsonl", numbered), 1) == {"a": Prediction("y")}
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"id": "a"}, "p.jsonl:2: id is 'a' and the prediction is absent"),
+    ({"id": "a", "pred": 7}, "p.jsonl:2.*prediction is 7"),
+    ({"pred": "x"}, "p.jsonl:2: id is None"),
+    ({"id": "first", "pred": "x"}, "p.jsonl:2: question 'first' is answered a second time"),
+    ({"id": "a", "pred": "x", "well_formed": 1}, "p.jsonl:2: well_formed is '1'; it must be a bool"),
+    ({"id": "a", "pred": "x", "searches": 1.5}, "p.jsonl:2: searches is '1.5'"),
+    ({"id": "a", "pred": "x", "retrieved": [["p"]]}, "p.jsonl:2: retrieved.*list of passage ids"),
+    ({"id": "a", "pred": "x", "sample": "one"}, "p.jsonl:2: sample 'one'"),
+])
+def test_bad_lines_are_named(tmp_path, row, message):
+    path = put(tmp_path / "p.jsonl", [{"id": "first", "prediction": "x"}, row])
+    with pytest.raises(DataError, match=message):
+        read_predictions(path)
+
+
+def test_no_such_sample_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no predictions with sample 3"):
+        read_predictions(put(tmp_path / "p.jsonl", [{"id": "a", "prediction": "x"}]), 3)
+
+
+def test_each_group_has_its_own_denominator(tmp_path):
+    """Missing and failed questions stay in the mean of the answers; searches are over episodes, golds over judged."""
+    predictions = read_predictions(put(tmp_path / "t.jsonl", TRAJECTORIES))
+    questions = read_questions(put(tmp_path / "q.jsonl", QUESTIONS))
+    groups = score_predictions(predictions, questions, GOLDS)
+    assert list(groups["answers"]) == ["q0", "q1", "q2", "q3", "q4"]
+    assert [row["em"] for row in groups["answers"].values()] == [1, 0, 0, 0, 0]  # q2 failed: no credit for its text
+    assert [row["f1"] for row in groups["answers"].values()] == [1, 0, 0, pytest.approx(2 / 3), 0]
+    assert [row["well_formed"] for row in groups["answers"].values()] == [1, 0, 0, 1, 0]
+    assert groups["searches"] == {q: {"searches": n} for q, n in {"q0": 2, "q1": 0, "q2": 1, "q3": 3}.items()}
+    assert groups["golds"] == {"q0": {"gold_recall": 1, "all_gold": 1}, "q2": {"gold_recall": 0.5, "all_gold": 0},
+                               "q3": {"gold_recall": 1, "all_gold": 1}, "q4": {"gold_recall": 0, "all_gold": 0}}
+    assert count_predictions(predictions, questions) == {"questions": 5, "missing": 1, "errors": 1, "extra": 1}
+    bare = score_predictions({"q0": Prediction("Lima")}, questions, GOLDS)
+    assert bare["searches"] == bare["golds"] == {} and "well_formed" not in bare["answers"]["q0"]
+
+
+FLASHRAG_ROWS = [
+    {"id": "dev_0", "question": "Who wrote “Dune”?", "golden_answers": ["Frank Herbert", "Herbert"],
+     "metadata": {"type": "bridge"}},
+    {"id": "dev_1", "question": "Is Lima a city?", "golden_answers": ["yes"]},
+    {"id": "dev_2", "question": "Where?", "golden_answers": ["New York City"], "metadata": {"hops": [1, 2]}}]
+FLASHRAG_ANSWERS = {
+    "dev_0": Prediction("Herbert, Frank P.", r"<answer>\boxed{Herbert, Frank P.}</answer>"),
+    "dev_1": Prediction("no", "no idea"), "dev_2": Prediction("", "")}
+METRIC_SCORE = """em: 0.0
+f1: 0.26666666666666666
+acc: 0.3333333333333333
+precision: 0.2222222222222222
+recall: 0.3333333333333333
+"""
+INTERMEDIATE_DATA = r"""[
+    {
+        "id": "dev_0",
+        "question": "Who wrote “Dune”?",
+        "golden_answers": [
+            "Frank Herbert",
+            "Herbert"
+        ],
+        "metadata": {
+            "type": "bridge"
+        },
+        "output": {
+            "final_response": "<answer>\\boxed{Herbert, Frank P.}</answer>",
+            "pred": "Herbert, Frank P.",
+            "metric_score": {
+                "em": 0.0,
+                "f1": 0.8,
+                "acc": 1.0,
+                "precision": 0.6666666666666666,
+                "recall": 1.0
+            }
+        }
+    },
+    {
+        "id": "dev_1",
+        "question": "Is Lima a city?",
+        "golden_answers": [
+            "yes"
+        ],
+        "output": {
+            "final_response": "no idea",
+            "pred": "no",
+            "metric_score": {
+                "em": 0.0,
+                "f1": 0,
+                "acc": 0.0,
+                "precision": 0,
+                "recall": 0
+            }
+        }
+    },
+    {
+        "id": "dev_2",
+        "question": "Where?",
+        "golden_answers": [
+            "New York City"
+        ],
+        "metadata": {
+            "hops": [
+                1,
+                2
+            ]
+        },
+        "output": {
+            "final_response": "",
+            "pred": "",
+            "metric_score": {
+                "em": 0.0,
+                "f1": 0,
+                "acc": 0.0,
+                "precision": 0,
+                "recall": 0
+            }
+        }
+    }
+]"""
+
+
+def test_flashrag_files_are_those_that_flashrag_writes(tmp_path):
+    """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these rows and outputs."""
+    path = put(tmp_path / "q.jsonl", FLASHRAG_ROWS)
+    scores = score_predictions(FLASHRAG_ANSWERS, read_questions(path), {})["answers"]
+    write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS, scores)
+    assert (tmp_path / "metric_score.txt").read_bytes() == METRIC_SCORE.encode()
+    assert (tmp_path / "intermediate_data.json").read_bytes() == INTERMEDIATE_DATA.encode()
+    assert read_predictions(str(tmp_path / "intermediate_data.json")) == FLASHRAG_ANSWERS  # and it can be scored again
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+@pytest.fixture
+def files(tmp_path):
+    put(tmp_path / "q.jsonl", QUESTIONS)
+    put(tmp_path / "after.jsonl", TRAJECTORIES)
+    put(tmp_path / "before.jsonl", [{"id": f"q{i}", "prediction": "Lima", "searches": i} for i in range(5)])
+    (tmp_path / "g.qrels").write_text("".join(f"{q} 0 {p} 1\n" for q, ps in GOLDS.items() for p in ps) + "q1 0 z 0\n")
+    return tmp_path
+
+
+def test_command_scores_and_compares(files):
+    words = [f"answers={files}/after.jsonl", f"baseline={files}/before.jsonl", f"questions={files}/q.jsonl",
+             f"qrels={files}/g.qrels", f"out={files}/out", "samples=500"]
+    done = subprocess.run([sys.executable, f"{ROOT}/evaluate.py", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["system"] == "after" and line["baseline"] == "before" and line["judged"] == 4
+    assert line["em"] == pytest.approx(0.2) and line["f1"] == pytest.approx((1 + 2 / 3) / 5)
+    assert line["searches"] == pytest.approx(1.5) and line["all_gold"] == 0.5 and line["gold_recall"] == 2.5 / 4
+    assert (line["missing"], line["errors"], line["extra"], line["well_formed"]) == (1, 1, 1, pytest.approx(0.4))
+    assert line["systems"]["before"]["em"] == pytest.approx(0.2) and "all_gold" not in line["systems"]["before"]
+    whole = json.loads((files / "out/metrics.json").read_text())["systems"]["after"]
+    assert whole["paired"]["em"]["difference"] == 0 and whole["paired"]["em"]["p"] == 1
+    # the four questions that both searched: 2, 0, 1, 3 against 0, 1, 2, 3
+    assert whole["paired"]["searches"]["difference"] == pytest.approx(0.0)
+    assert "all_gold" not in whole["paired"] and whole["ci"]["all_gold"][0] <= 0.5 <= whole["ci"]["all_gold"][1]
+    assert json.loads((files / "out/after/intermediate_data.json").read_text())[2]["output"]["pred"] == "New York"
+    assert (files / "out/before/metric_score.txt").read_text().startswith("em: 0.2\n")
+    assert "| minus before |" in (files / "out/table.md").read_text() and (files / "out/config.yaml").exists()
+
+
+def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
+    cfg = EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/q.jsonl", qrels=f"{files}/g.qrels",
+                         out=f"{files}/one", samples=300)
+    line = evaluate.main(cfg)
+    groups = score_predictions(read_predictions(f"{files}/after.jsonl"), read_questions(f"{files}/q.jsonl"),
+                               {q: g for q, g in GOLDS.items()})
+    whole = json.loads((files / "one/metrics.json").read_text())
+    for scores in groups.values():
+        assert evaluate.bootstrap_interval(scores, None, 300, 0).items() <= whole["ci"].items()
+    assert (files / "one/metric_score.txt").exists() and "systems" not in line and "paired" not in line
+    assert "Gold" not in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"questions": ""}, ConfigError, "answers need questions=FILE"),
+    ({"run": "x.trec"}, ConfigError, "run=x.trec does not go with answers"),
+    ({"samples": 0}, ConfigError, "samples is 0"),
+    ({"qrels": "other.qrels"}, DataError, "judges no question"),
+    ({"answers": "others.jsonl"}, DataError, "no question in common"),
+])
+def test_what_cannot_be_scored(files, change, error, message):
+    (files / "other.qrels").write_text("nobody 0 p 1\n")
+    put(files / "others.jsonl", [{"id": "nobody", "prediction": "x"}])
+    cfg = EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/q.jsonl")
+    for key, value in change.items():
+        setattr(cfg, key, f"{files}/{value}" if key in ("qrels", "answers") else value)
+    with pytest.raises(error, match=message):
+        evaluate.main(cfg)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+def test_case_evl_23_means_are_weighted_by_items():
+    """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the shards' means."""
+    questions = [Question(f"q{i}", "?", ["Lima"]) for i in range(4)]
+    predictions = {f"q{i}": Prediction("Lima" if i < 3 else "Rome") for i in range(4)}
+    scores = score_predictions(predictions, questions, {})["answers"]
+    assert sum(row["em"] for row in scores.values()) / len(scores) == 0.75
