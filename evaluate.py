@@ -47,6 +47,7 @@ from config import ConfigError, save_config
 from config import run as run_entry
 from data import DataError, Turn, atomic_write, read_jsonl, read_lines, read_questions, read_turns, with_gold
 from retriever import RetrieverConfig, open_retriever
+from reward import all_gold
 
 Run = dict[str, list[tuple[str, float]]]  # query id → (passage id, score)
 Qrels = dict[str, dict[str, int]]  # query id → passage id → gain
@@ -317,7 +318,8 @@ class EvaluateConfig:
     """instead of runs: files of predicted answers to `questions` (trajectory.jsonl of infer.py, or id and prediction),
     separated by commas; `qrels`, `baseline` (a file of answers too), `sample`, `samples`, `seed` and `out` apply"""
     questions: str = ""
-    """questions file (JSONL) with the golden answers"""
+    """questions file (JSONL) with the golden answers; without `answers`, the questions themselves can be searched
+    (query=question), which adds all_gold@10: the share of questions whose gold passages all are in the first ten"""
     run: str | list[str] = ""
     """TREC run files to score, separated by commas"""
     qrels: str = ""
@@ -374,8 +376,11 @@ def _check(cfg: EvaluateConfig) -> None:
     searched = _listed(cfg.rewrites) + _listed(cfg.query)
     if not searched and not _listed(cfg.run):
         raise ConfigError("nothing to score: give run=FILE and qrels=FILE, or turns=FILE and rewrites=FILE")
-    if searched and not cfg.turns:
+    if searched and not cfg.turns and not cfg.questions:
         raise ConfigError(f"{searched[0]} has to be searched, which needs turns=FILE and an index (retriever.…)")
+    if cfg.questions and (cfg.turns or cfg.rewrites or not cfg.qrels or _listed(cfg.query) not in ([], ["question"])):
+        raise ConfigError("questions go with qrels=FILE and query=question, or with answers=FILE; turns, rewrites and "
+                          "other queries are of conversations")
     if not cfg.qrels and not cfg.turns:
         raise ConfigError("no judgments: give qrels=FILE, or turns=FILE, whose gold_ids are then used")
     if unknown := [name for name in _listed(cfg.query) if name not in QUERY_TEXTS]:
@@ -428,9 +433,10 @@ def _search_all(
     status: dict[str, dict[str, str]] = {}
     judged = [turn for turn in turns if turn.query_id in qrels]
     if not judged:
-        raise DataError(f"{cfg.turns} and {cfg.qrels} have no query in common; use the qrels of these turns")
+        raise DataError(f"{cfg.turns or cfg.questions} and {cfg.qrels} have no query in common; use the qrels of these "
+                        "queries")
     for name in _listed(cfg.query):
-        queries[f"turns: {name}"] = [QUERY_TEXTS[name](turn) for turn in judged]
+        queries[name if cfg.questions else f"turns: {name}"] = [QUERY_TEXTS[name](turn) for turn in judged]
     for path in _listed(cfg.rewrites):
         title = _title(path, taken | queries)
         rewrites, status[title] = read_rewrites(path, cfg.sample)
@@ -453,6 +459,7 @@ def score(cfg: EvaluateConfig) -> dict:
     _check(cfg)
     turns = read_turns(cfg.turns) if cfg.turns else []
     qrels = read_qrels(cfg.qrels) if cfg.qrels else _gold([turn for turn in turns if turn.gold_ids])
+    asked = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)] if cfg.questions else turns
     if not qrels:
         raise DataError(f"{cfg.turns}: no turn has a gold passage; give qrels=FILE")
     runs: dict[str, Run] = {}
@@ -463,7 +470,7 @@ def score(cfg: EvaluateConfig) -> dict:
                             f"{next(iter(run))!r} and {next(iter(qrels))!r}); use the qrels of this run")
         runs[_title(path, runs)] = run
     searching = _listed(cfg.rewrites) + _listed(cfg.query)
-    searched, status = _search_all(cfg, turns, qrels, runs) if searching else ({}, {})
+    searched, status = _search_all(cfg, asked, qrels, runs) if searching else ({}, {})
     runs |= searched
     if cfg.documents:
         runs = {title: best_passages(run) for title, run in runs.items()}
@@ -476,6 +483,8 @@ def score(cfg: EvaluateConfig) -> dict:
         said = status.get(title, {})
         row = evaluate_run(run, qrels, cfg.relevant_from) | {"extra": len(run.keys() - qrels.keys())}
         row |= {"status": dict(Counter(said.values()))} if said else {}
+        if cfg.questions:
+            row["all_gold@10"] = _all_gold(run, qrels)
         row["ci"] = bootstrap_interval(scores[title], clusters, cfg.samples, cfg.seed)
         row["paper"] = paper_protocol(scores[title], run, {q for q, s in said.items() if s not in ("ok", "unknown")})
         if title != first:
@@ -504,9 +513,17 @@ def score(cfg: EvaluateConfig) -> dict:
     return result
 
 
+def _all_gold(run: Run, qrels: Qrels, k: int = 10) -> float:
+    """Share of the queries with a gold passage whose gold passages all are in the first k results."""
+    golds = {query: [passage for passage, gain in gains.items() if gain > 0] for query, gains in qrels.items()}
+    judged = [query for query in golds if golds[query]]
+    first = {query: [passage for passage, _ in rank_results(query, run.get(query, []))[:k]] for query in judged}
+    return sum(all_gold(first[query], golds[query]) for query in judged) / max(1, len(judged))
+
+
 def short(row: dict) -> dict:
     """What of a system's row the last line of stdout repeats: its metrics and counts."""
-    return {k: row[k] for k in (*METRICS, "queries", "missing", "extra", "status") if k in row}
+    return {k: row[k] for k in (*METRICS, "all_gold@10", "queries", "missing", "extra", "status") if k in row}
 
 
 def main(cfg: EvaluateConfig) -> dict:
@@ -764,6 +781,9 @@ def _table(systems: dict[str, dict], first: str, unit: str) -> str:
             tests = [row["paired"][m] for m in METRICS]
             cells = [f"{_cell(test['difference'], test['ci'], '+.1f')} p={test['p']:.4f}" for test in tests]
             below.append(f"| {title} | {' | '.join(cells)} |")
+        if "all_gold@10" in row:
+            share = 100 * row["all_gold@10"]
+            notes += ["", f"{title}: all gold passages are in the first ten for {share:.1f} % of the queries."]
         if row["extra"]:
             notes += ["", f"{title}: {row['extra']} queries of the run are not in the qrels and were ignored."]
         if "status" in row:
