@@ -1,30 +1,38 @@
 """Load a causal language model, with a LoRA adapter where one is wanted; log-probabilities of tokens; optimizer and
 learning-rate schedule.
 
-Needs torch and transformers alone, and peft where an adapter is trained.  Log-probabilities are computed at the sampling temperature, in float32, in chunks
-whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never exists: at V = 152k and 8 x 700
-tokens it would take 3.4 GB, and as much again for its gradient.
+Needs torch and transformers alone, and peft where an adapter is trained.  Log-probabilities are computed at the sampling
+temperature, in float32, in chunks whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never
+exists: at V = 152k and 8 x 700 tokens it would take 3.4 GB, and as much again for its gradient.  Sequences go through
+the decoder without padding, the prompt of a group once (`pack`).
 
-Shapes: B sequences, T predicted positions, D hidden size, V vocabulary.
+Shapes: B sequences, T predicted positions, D hidden size, V vocabulary; R rows of S tokens, as they are laid out; M wanted
+tokens; H query heads, K key/value heads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
 class ModelError(ValueError):
@@ -34,6 +42,8 @@ class ModelError(ValueError):
 
 
 ROW_TOKENS = 2048  # in one row of share_prefixes: bounds its attention mask
+BLOCK = 128  # tokens of a tile of flex attention; rows on a GPU are padded to a multiple of it
+SHARING_PAYS = 1.15  # laying prompts out once has to save this factor in tokens before flex attention is chosen
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
 
@@ -48,9 +58,9 @@ def load_tokenizer(path: str):
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
-                   gradient_checkpointing: bool = False, lora: LoRAConfig | None = None, seed: int = 0,
-                   keep_start: bool = False) -> nn.Module:
-    """A causal LM from a local folder or a hub name, in eval mode, dropout off, attention through sdpa.
+                   gradient_checkpointing: float = 0.0, lora: LoRAConfig | None = None, seed: int = 0,
+                   keep_start: bool = False, compiled: bool = False) -> nn.Module:
+    """A causal LM from a local folder or a hub name, in eval mode, dropout off; `prepare_causal_lm` for the last words.
 
     A folder in PEFT's format gives the model it was trained on with the adapter merged into it.  With `lora.r` the
     model is frozen in `dtype` and has a float32 adapter to train (`add_adapter`): a new one made with `seed`, or, of an
@@ -71,7 +81,7 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
     if report["missing_keys"]:
         raise ModelError(f"{base}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
                          f"{min(report['missing_keys'])} first: it is damaged, or the folder of an encoder")
-    model = prepare_causal_lm(model, base, gradient_checkpointing)
+    model = prepare_causal_lm(model, base, gradient_checkpointing, compiled)
     if lora is not None and lora.r is not None:
         add_adapter(model, lora, path if base != path else "", seed, keep_start)
     elif base != path:
@@ -79,9 +89,12 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
     return model.to(device)
 
 
-def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkpointing: bool = False) -> nn.Module:
+def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkpointing: float = 0.0,
+                      compiled: bool = False) -> nn.Module:
     """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, a forward method for FSDP.
 
+    `gradient_checkpointing`: share of the decoder layers, evenly spread, whose activations are recomputed in the
+    backward pass.  `compiled`: decoder layers and head go through torch.compile (at the first pass, a minute).
     Raises ModelError for heads that do more than one matrix product; `name` stands in its message.
     """
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -95,11 +108,24 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model.config.use_cache = False
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.set_attn_implementation("packed")
+    model.compiled_layers = compiled
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for i, layer in enumerate(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))):  # the decoder layers
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # not the call: FSDP's hooks stay outside
+        if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
+            layer.forward = functools.partial(_recomputed, layer.forward)
     # FSDP gathers parameters around forward(); distributed.shard_model registers this method to be treated alike.
     model.logprobs_forward = functools.partial(_logprobs_forward, model)
     return model.eval()
+
+
+def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
+    """`forward`, which keeps its inputs alone where a backward pass will follow, and runs again in it."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _first_line(e: Exception) -> str:
@@ -117,94 +143,279 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
     return logprobs, normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
+# ------------------------------------------------------------------------------------------------- packed sequences
+
+
+def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, *,
+                     scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None,
+                     **kwargs) -> tuple[Tensor, None]:
+    """transformers' attention interface, query (B, H, S, D) → (B, S, H, D), by what describes the sequences.
+
+    A BlockMask (one row of sequences with shared prompts): flex attention; `cu_seq_lens_q` (one row of whole
+    sequences): flash attention of variable length; else sdpa, with the mask or causal.
+    """
+    if isinstance(attention_mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() or query.device.type == "cpu" else _compiled_flex()
+        return flex(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+    if cu_seq_lens_q is not None:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D) and (S, K, D)
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+                          window_size=(-1, 0), **_VARLEN_GQA)
+        return out[None], None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)  # for 2-D masks; what is packed brings a 4-D one: not touched
+_VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch > 2.11
+
+
+@functools.cache
+def _compiled_flex():
+    return torch.compile(flex_attention, dynamic=True)
+
+
 @dataclass
 class SharedLayout:
     """Sequences laid out so that what their prompts share is computed once: a row is the beginning that all its prompts
-    share, then, prompt by prompt, the rest of the prompt and its responses."""
+    share, then, prompt by prompt, the rest of the prompt and its responses.  On the CPU."""
 
     tokens: Tensor  # (R, S) int64
     position_ids: Tensor  # (R, S) int64: place in the sequence, not in the row
-    mask: Tensor  # (R, 1, S, S) bool: causal, and a token sees its own sequence, never another one's
+    own: Tensor  # (R, S) int32: segment of a token; 0 is the common beginning, -1 padding
+    parent: Tensor  # (R, S) int32: segment of the prompt that a response's token sees beside its own, else -1
     source: Tensor  # (B, T) int64: which of the R * S states predicts tokens[b, t+1]
+    spans: list[tuple[int, int, int, int, int]]  # row, begin and end of a segment, begin and end of its parent
+
+    @property
+    def mask(self) -> Tensor:
+        """(R, 1, S, S) bool: causal, and a token sees its own sequence, never another one's."""
+        own, parent = self.own, self.parent
+        seen = (own[:, None, :] == 0) | (own[:, None, :] == own[:, :, None]) | (own[:, None, :] == parent[:, :, None])
+        return seen.tril_()[:, None]
 
 
-def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> SharedLayout:
+def common_beginning(prompts: list[np.ndarray]) -> int:
+    """How many tokens all the prompts begin with."""
+    common = min(map(len, prompts))
+    for prompt in prompts:
+        differs = np.flatnonzero(prompt[:common] != prompts[0][:common])
+        common = int(differs[0]) if len(differs) else common
+    return common
+
+
+def share_prefixes(tokens: Tensor, attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor,
+                   row_tokens: int | None = None, multiple: int = 1) -> SharedLayout:
     """Lay out right-padded tokens (B, T+1); those of equal group_ids (B,) have one prompt, prompt_lengths (B,) long.
 
-    A row holds up to ROW_TOKENS (at least one sequence), which bounds the S x S mask.  The last token of a sequence is
-    nobody's input and is left out.
+    A row holds up to `row_tokens` (default ROW_TOKENS; at least one sequence), which bounds its S x S mask, and is
+    padded to a multiple of `multiple`.  The last token of a sequence is nobody's input and is left out.
     """
-    ids, lengths, prompts = tokens.tolist(), attention_mask.sum(-1).tolist(), prompt_lengths.tolist()
+    limit = ROW_TOKENS if row_tokens is None else row_tokens
+    ids, lengths, prompts = tokens.cpu().numpy(), attention_mask.sum(-1).tolist(), prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
     for b, group in enumerate(group_ids.tolist()):
         groups.setdefault(group, []).append(b)
-    first = [ids[members[0]][:prompts[members[0]]] for members in groups.values()]  # each group's prompt
-    common = min(map(len, first))
-    while any(p[:common] != first[0][:common] for p in first):
-        common -= 1
-    rows: list[list[tuple[int, int, int, int]]] = []  # a row's entries: token, position, own segment, parent segment
+    common = common_beginning([ids[members[0], :prompts[members[0]]] for members in groups.values()])
+    widths: list[int] = []
+    pieces: list[tuple[int, int, int, int, int, int, int]] = []  # row, column, sequence, from, to, segment, parent
+    spans: list[tuple[int, int, int, int, int]] = []
+    column = np.zeros((len(ids), ids.shape[1] - 1), dtype=np.int64)
+    row_of = np.zeros((len(ids), 1), dtype=np.int64)
 
-    def append(segment: int, parent: int, values: list[int], position: int) -> int:
-        begin = len(rows[-1])
-        rows[-1] += [(v, position + i, segment, parent) for i, v in enumerate(values)]
-        return begin
+    def append(b: int, begin: int, end: int, segment: int, parent: int, seen: tuple[int, int]) -> int:
+        """Put tokens[b, begin:end] behind what the last row has; returns the column."""
+        at = widths[-1]
+        if end > begin:
+            pieces.append((len(widths) - 1, at, b, begin, end, segment, parent))
+            spans.append((len(widths) - 1, at, at + end - begin, *seen))
+            widths[-1] += end - begin
+        return at
 
-    places = torch.zeros(len(ids), 3, dtype=torch.int64)  # row, where in it the prompt's rest and the response begin
-    for number, (members, prompt) in enumerate(zip(groups.values(), first), 1):
+    for number, members in enumerate(groups.values(), 1):
+        p = prompts[members[0]]
         rest: int | None = None
         for b in members:
-            response = ids[b][len(prompt):lengths[b] - 1]
-            needed = len(response) + (len(prompt) - common if rest is None else 0)
-            if not rows or len(rows[-1]) + needed > ROW_TOKENS:
-                rows.append([])
-                append(0, 0, prompt[:common], 0)
+            needed = lengths[b] - 1 - p + (p - common if rest is None else 0)
+            if not widths or widths[-1] + needed > limit:
+                widths.append(0)
+                append(b, 0, common, 0, -1, (0, 0))
                 rest = None
             if rest is None:
-                rest = append(number, 0, prompt[common:], common)
-            places[b] = torch.tensor([len(rows) - 1, rest, append(len(groups) + 1 + b, number, response, len(prompt))])
-    width = max(map(len, rows))
-    table = torch.tensor([row + [(0, 0, -1, -1)] * (width - len(row)) for row in rows], device=tokens.device)
-    token, position, own, parent = table.unbind(-1)  # (R, S) each
-    causal = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
-    seen = (own[:, None, :] == 0) | (own[:, None, :] == own[:, :, None]) | (own[:, None, :] == parent[:, :, None])
-    row, rest_at, response_at = (c[:, None] for c in places.to(tokens.device).unbind(-1))  # (B, 1) each
-    t, p = torch.arange(tokens.shape[1] - 1, device=tokens.device), prompt_lengths[:, None]
-    column = torch.where(t < common, t, torch.where(t < p, rest_at + t - common, response_at + t - p))  # (B, T)
-    return SharedLayout(token, position, (causal & seen)[:, None], row * width + column.clamp(max=width - 1))
+                rest = append(b, common, p, number, -1, (0, 0))
+            at = append(b, p, lengths[b] - 1, len(groups) + 1 + b, number, (rest, rest + p - common))
+            row_of[b] = len(widths) - 1
+            column[b, :common] = np.arange(common)
+            column[b, common:p] = np.arange(rest, rest + p - common)
+            column[b, p:lengths[b] - 1] = np.arange(at, at + lengths[b] - 1 - p)
+    width = -(-max(widths) // multiple) * multiple
+    token, position = np.zeros((2, len(widths), width), dtype=np.int64)
+    own, parent_of = np.full((2, len(widths), width), -1, dtype=np.int32)
+    for row, at, b, begin, end, segment, parent in pieces:
+        where = slice(at, at + end - begin)
+        token[row, where], position[row, where] = ids[b, begin:end], np.arange(begin, end)
+        own[row, where], parent_of[row, where] = segment, parent
+    return SharedLayout(*map(torch.from_numpy, (token, position, own, parent_of, row_of * width + column)), spans)
 
 
-def _logprobs_forward(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float,
-                      positions: Tensor | None, entropy: bool,
-                      groups: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The computation behind `token_logprobs`; returns log-probabilities (B, T) and entropies (B, T)."""
-    inputs, mask = tokens[:, :-1], attention_mask[:, :-1]
-    keep = torch.ones_like(inputs, dtype=torch.bool) if positions is None else positions.bool()
+def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
+    """Flex attention's form of `layout.mask` for a layout of one row, whose length is a multiple of BLOCK.
+
+    What create_block_mask finds by trying all S x S pairs follows from the segments' ends: tiles of BLOCK x BLOCK are
+    seen wholly, in part, or not at all, and the last are never computed.
+    """
+    width = layout.tokens.shape[1]
+    count = width // BLOCK
+    spans = np.array([span[1:] for span in layout.spans] + [(int((layout.own >= 0).sum()), width, 0, 0)])
+    spans = spans[spans[:, 1] > spans[:, 0]]  # (N, 4): begin, end, the parent's begin and end
+    first, last = spans[:, 0] // BLOCK, (spans[:, 1] - 1) // BLOCK
+    part = np.repeat(np.arange(len(spans)), last - first + 1)  # a part: the queries of one segment in one tile row
+    tile_row = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last)])
+    begin, end, parent_begin, parent_end = spans[part].T
+    common = int((layout.own == 0).sum())
+    common = np.where((begin == 0) & (common > 0), 0, common)  # the common beginning sees itself as its own segment
+    edges = np.arange(count + 1) * BLOCK
+
+    def seen(query: np.ndarray) -> np.ndarray:
+        """(parts, tiles): how many keys of each tile the part's query at this column sees."""
+        total = np.zeros((len(part), count), dtype=np.int64)
+        for a, b in ((0 * common, common), (parent_begin, parent_end), (begin, query + 1)):
+            total += (np.minimum(b[:, None], edges[1:]) - np.maximum(a[:, None], edges[:-1])).clip(min=0)
+        return total
+
+    starts = np.searchsorted(tile_row, np.arange(count))  # parts are in the order of their rows of tiles
+    some = np.maximum.reduceat(seen(np.minimum(end, (tile_row + 1) * BLOCK) - 1), starts) > 0
+    whole = np.minimum.reduceat(seen(np.maximum(begin, tile_row * BLOCK)), starts) == BLOCK
+    tiles = []
+    for chosen in (some & ~whole, whole):
+        order = np.argsort(~chosen, axis=-1, kind="stable")
+        tiles += [torch.from_numpy(x.astype(np.int32))[None, None].to(device) for x in (chosen.sum(-1), order)]
+    own, parent = layout.own[0].to(device), layout.parent[0].to(device)
+
+    def visible(b, h, query, key):
+        other = own[key]
+        return (query >= key) & ((other == 0) | (other == own[query]) | (other == parent[query]))
+
+    return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=BLOCK, mask_mod=visible)
+
+
+@dataclass
+class Packed:
+    """Sequences ready for one forward pass, in whatever layout, on the model's device."""
+
+    inputs: dict  # of the decoder: input_ids (R, S), position_ids, and what describes the attention
+    states: Tensor  # (M,) int64: which of the R * S states predicts each wanted token
+    targets: Tensor  # (M,) int64: those tokens
+    entries: Tensor  # (2, M) int64: their places in (B, T)
+    shape: tuple[int, int]  # (B, T)
+    computed: int  # tokens that go through the decoder, padding left out
+
+
+def compute_place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where and in what dtype the model computes; its parameters may rest elsewhere (distributed.shard_model)."""
+    weight = model.get_input_embeddings().weight
+    return getattr(model, "compute_place", (weight.device, weight.dtype))
+
+
+def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
+    """How to lay out sequences of these lengths, of which `shared` tokens remain when common prompts are laid out once.
+
+    `dense` (sdpa with a dense mask): on the CPU, and for heads that flex attention does not take.  On a GPU `shared`
+    (flex attention) where laying prompts out once saves at least 1 - 1/SHARING_PAYS of the tokens, or the dtype is
+    float32; else `whole` (flash attention of variable length, whose kernel is the faster one).
+    """
+    device, dtype = compute_place(model)
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if device.type != "cuda" or config._attn_implementation != "packed" or head < 16:
+        return "dense"
+    half = dtype in (torch.bfloat16, torch.float16)
+    return "whole" if half and sum(lengths) < SHARING_PAYS * shared else "shared"
+
+
+def pack(model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Tensor | None,
+         groups: tuple[Tensor, Tensor] | None, layout: str | None = None) -> Packed:
+    """Arguments as of `token_logprobs`; tensors on the CPU cost no wait for the device.  `layout`: see choose_layout."""
+    device, _ = compute_place(model)
+    keep = (torch.ones_like(tokens[:, 1:]) if positions is None else positions).bool()
+    targets, entries = tokens[:, 1:][keep], keep.nonzero().t()
+    inputs, computed = {"input_ids": tokens[:, :-1]}, int(attention_mask[:, 1:].sum())
+    source = torch.arange(keep.numel(), device=keep.device).view_as(keep)
     if groups is not None:
-        layout = share_prefixes(tokens, attention_mask, *groups)
-        states = model.base_model(input_ids=layout.tokens, attention_mask=layout.mask, position_ids=layout.position_ids,
-                                  use_cache=False).last_hidden_state.flatten(0, 1)
-        rows = states[layout.source[keep]]
-    elif bool((mask[:, 1:] <= mask[:, :-1]).all()):  # padding on the right: the causal mask hides it: fast kernels
-        states = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-        rows = states[keep]
-    else:
-        position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        states = model.base_model(input_ids=inputs, attention_mask=mask, position_ids=position_ids,
-                                  use_cache=False).last_hidden_state
-        rows = states[keep]
-    targets = tokens[:, 1:][keep]  # (M,) beside rows (M, D)
-    head = model.get_output_embeddings()
-    parts = []
-    for h, t in zip(rows.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS)):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk_logprobs, head, h, t, temperature, entropy, use_reentrant=False))
+        whole = [n - 1 for n in attention_mask.sum(-1).tolist()]
+        layout = layout or choose_layout(model, whole, unique_tokens(attention_mask, *groups))
+        if layout == "whole":
+            inputs, source = _whole_sequences(tokens, whole)
         else:
-            parts.append(_chunk_logprobs(head, h, t, temperature, entropy))
-    empty = rows.new_zeros(inputs.shape, dtype=torch.float32)
-    if not len(rows):  # nothing to predict: keep the graph, so that every rank has a backward pass to run
+            one_row = layout == "shared"
+            shared = share_prefixes(tokens, attention_mask, *groups, *((1 << 60, BLOCK) if one_row else ()))
+            inputs = {"input_ids": shared.tokens, "position_ids": shared.position_ids,
+                      "attention_mask": block_mask(shared, device) if one_row else shared.mask}
+            source, computed = shared.source, int((shared.own >= 0).sum())
+    elif not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):  # padding on the left; on the right the
+        mask = attention_mask[:, :-1]                                        # causal mask hides it: fast kernels
+        inputs |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    states = source.to(keep.device)[keep]
+    return Packed(inputs, *(x.to(device) for x in (states, targets, entries)), tuple(keep.shape), computed)
+
+
+def unique_tokens(attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> int:
+    """Tokens of the sequences when the prompt of a group counts once (their common beginning still counts for each)."""
+    prompts = dict(zip(group_ids.tolist(), prompt_lengths.tolist()))
+    return int((attention_mask.sum(-1) - 1 - prompt_lengths).sum()) + sum(prompts.values())
+
+
+def _whole_sequences(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
+    """All sequences, less their last tokens, behind each other in one row: decoder inputs, and SharedLayout.source."""
+    ends = np.cumsum([0, *lengths])
+    padded = -(-int(ends[-1]) // BLOCK) * BLOCK
+    cuts = ends if padded == ends[-1] else np.append(ends, padded)  # what fills the row up is a sequence of its own
+    token, position = torch.zeros(2, 1, padded, dtype=torch.int64)
+    source = torch.zeros(len(lengths), tokens.shape[1] - 1, dtype=torch.int64)
+    for b, (n, at) in enumerate(zip(lengths, ends.tolist())):
+        token[0, at:at + n], position[0, at:at + n] = tokens[b, :n], torch.arange(n)
+        source[b, :n] = torch.arange(at, at + n)
+    inputs = {"input_ids": token, "position_ids": position, "cu_seq_lens_q": torch.from_numpy(cuts.astype(np.int32)),
+              "max_length_q": int(np.diff(cuts).max()),
+              "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}  # 4-D: transformers then makes none
+    return inputs, source
+
+
+def _logprobs_forward(model: nn.Module, packed: Packed, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    """The computation behind `packed_logprobs`: log-probabilities (B, T) and entropies (B, T)."""
+    states = model.base_model(**packed.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    empty = torch.zeros(packed.shape, device=states.device)
+    if not len(packed.targets):  # nothing to predict: keep the graph, so that every rank has a backward pass to run
         return empty + 0.0 * states.sum(), empty
-    logprobs, entropies = (torch.cat(p) for p in zip(*parts))
-    return empty.masked_scatter(keep, logprobs), empty.masked_scatter(keep, entropies)
+    rows = states.index_select(0, packed.states)  # (M, D)
+    head, chunk = model.get_output_embeddings(), _chunk_logprobs
+    if getattr(model, "compiled_layers", False):
+        chunk = _compiled_chunk()
+    parts = []
+    size = -(-len(rows) // -(-len(rows) // CHUNK_TOKENS))  # chunks of equal size
+    for h, t in zip(rows.split(size), packed.targets.split(size)):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(chunk, head, h, t, temperature, entropy, use_reentrant=False,
+                                    preserve_rng_state=False))
+        else:
+            parts.append(chunk(head, h, t, temperature, entropy))
+    return tuple(empty.index_put(packed.entries.unbind(), torch.cat(p)) for p in zip(*parts))
+
+
+@functools.cache
+def _compiled_chunk():
+    return torch.compile(_chunk_logprobs, dynamic=True)
+
+
+def packed_logprobs(model: nn.Module, packed: Packed, temperature: float = 1.0,
+                    with_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """`token_logprobs` of sequences that are packed already: (B, T), zero where nothing was wanted."""
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)")
+    forward = getattr(model, "logprobs_forward", None) or functools.partial(_logprobs_forward, model)
+    logprobs, entropies = forward(packed, temperature, with_entropy)
+    return (logprobs, entropies) if with_entropy else logprobs
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float = 1.0,
@@ -220,11 +431,7 @@ def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, tem
     `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same
     prompt, which is then computed once, and so is what all prompts begin with; the results are the same.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)")
-    forward = getattr(model, "logprobs_forward", None) or functools.partial(_logprobs_forward, model)
-    logprobs, entropies = forward(tokens, attention_mask, temperature, positions, with_entropy, groups)
-    return (logprobs, entropies) if with_entropy else logprobs
+    return packed_logprobs(model, pack(model, tokens, attention_mask, positions, groups), temperature, with_entropy)
 
 
 # --------------------------------------------------------------------------------------------------------------- LoRA
@@ -255,6 +462,13 @@ ADAPTER, START = "default", "start"  # what PEFT calls the adapter that is train
 def adapter_base(path: str) -> str | None:
     """The model that an adapter's folder (PEFT's format) was trained on; None for any other path."""
     return _adapter_config(path)["base_model_name_or_path"] if os.path.isfile(_config_file(path)) else None
+
+
+def adapter_settings(folder: str) -> LoRAConfig:
+    """The r, alpha and targets of an adapter's folder: what `load_causal_lm` takes to load it unmerged."""
+    settings = _adapter_config(folder)
+    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in _adapter_weights(folder)}
+    return LoRAConfig(settings["r"], settings["lora_alpha"], target=sorted(names))
 
 
 def _config_file(folder: str) -> str:
@@ -362,10 +576,10 @@ def add_adapter(model: nn.Module, lora: LoRAConfig, folder: str = "", seed: int 
         weights, alpha = _adapter_weights(folder), there["lora_alpha"]
         shapes = {name: p.shape for name, p in adapted.items() if f".{ADAPTER}." in name}
         if shapes != {name: value.shape for name, value in weights.items()} or alpha != settings.lora_alpha:
-            names = {name.partition(".lora_")[0].rpartition(".")[2] for name in weights}
-            raise ModelError(f"{folder} is an adapter with r={there['r']}, alpha={alpha} on {', '.join(sorted(names))}; "
-                             f"lora asks for r={lora.r}, alpha={settings.lora_alpha} on {', '.join(target)}: set the "
-                             "same to go on with it, or merge it and start a new one")
+            raise ModelError(f"{folder} is an adapter with r={there['r']}, alpha={alpha} on "
+                             f"{', '.join(adapter_settings(folder).target)}; lora asks for r={lora.r}, "
+                             f"alpha={settings.lora_alpha} on {', '.join(target)}: set the same to go on with it, or "
+                             "merge it and start a new one")
         for name, p in adapted.items():
             p.data.copy_(weights[name.replace(f".{START}.", f".{ADAPTER}.")])
     _activate(model, ADAPTER)

@@ -1,0 +1,157 @@
+"""Every layout of a batch gives the padded computation: the tiles of flex attention, rows of whole sequences, recomputed layers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import model as M
+import tiny
+from rollout import Rollout, collate_rollouts
+
+
+def batch_of(seed: int, groups: int, size: int, prompt: int, response: int, shared: int = 0):
+    """Groups of responses, lengths drawn up to the given ones; every third prompt ends where the shared beginning does."""
+    rng = random.Random(seed)
+    rollouts, begin = [], [rng.randrange(5, 200) for _ in range(shared)]
+    for g in range(groups):
+        own = begin + [5 + g] * (g % 3 != 2 or not shared) + [rng.randrange(5, 200) for _ in range(rng.randrange(prompt + 1) * (g % 3 != 2))]
+        for _ in range(size):
+            n = rng.randrange(1, response + 1)
+            rollouts.append(Rollout(own, [rng.randrange(5, 200) for _ in range(n)], [-1.0] * n, [1] * n, g, "eos"))
+    rng.shuffle(rollouts)
+    return collate_rollouts(rollouts, torch.zeros(len(rollouts)), 0)
+
+
+def groups_of(batch):
+    return batch.prompt_lengths, batch.group_ids
+
+
+SHAPES = [(0, 3, 4, 9, 9, 0), (1, 4, 3, 300, 40, 0), (2, 5, 3, 60, 200, 130), (3, 2, 8, 0, 300, 256), (4, 1, 1, 5, 5, 0),
+          (5, 6, 2, 128, 128, 128), (6, 3, 40, 20, 8, 40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
+    batch = batch_of(*shape)
+    layout = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60, M.BLOCK)
+    width = layout.tokens.shape[1]
+    ours, dense = M.block_mask(layout, torch.device("cpu")), layout.mask[0, 0]
+    assert layout.tokens.shape[0] == 1 and width % M.BLOCK == 0
+    pairs = torch.arange(width)
+    assert torch.equal(ours.mask_mod(0, 0, pairs[:, None], pairs[None]), dense)
+    theirs = create_block_mask(ours.mask_mod, 1, 1, width, width, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, places = f"{name}_num_blocks", f"{name}_indices"
+        assert torch.equal(getattr(ours, counts), getattr(theirs, counts)), name
+        for row, n in enumerate(getattr(ours, counts)[0, 0].tolist()):  # what stands behind the count is never read
+            assert sorted(getattr(ours, places)[0, 0, row, :n].tolist()) == sorted(getattr(theirs, places)[0, 0, row, :n].tolist())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout_holds_each_predicting_token_at_its_position(shape):
+    batch = batch_of(*shape)
+    lengths = batch.attention_mask.sum(-1).tolist()
+    shared = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
+    inputs, source = M._whole_sequences(batch.tokens, [n - 1 for n in lengths])
+    for tokens, positions, source in [(shared.tokens, shared.position_ids, shared.source), (inputs["input_ids"], inputs["position_ids"], source)]:
+        for b, n in enumerate(lengths):
+            assert torch.equal(tokens.flatten()[source[b, :n - 1]], batch.tokens[b, :n - 1])
+            assert positions.flatten()[source[b, :n - 1]].tolist() == list(range(n - 1))
+    cuts = inputs["cu_seq_lens_q"].tolist()
+    assert [b - a for a, b in zip(cuts, cuts[1:])][:len(lengths)] == [n - 1 for n in lengths] and cuts[-1] == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+def test_flex_attention_gives_the_padded_log_probabilities(kind):
+    """Its uncompiled form, which the CPU has without a backward pass; with one on a GPU below."""
+    model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind))
+    for shape in SHAPES[:3]:
+        batch = batch_of(*shape)
+        with torch.no_grad():
+            packed = M.pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "shared")
+            a = M.packed_logprobs(model, packed, 0.7)
+            b = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
+        assert (a - b).abs().max() < 3e-5
+
+
+def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
+    model = M.prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
+    assert M.choose_layout(model, [700] * 16, 5000) == "dense"
+    model.compute_place = torch.device("cuda"), torch.bfloat16
+    assert M.choose_layout(model, [716] * 16, 330 + 16 * 386) == "shared"
+    assert M.choose_layout(model, [400] * 8, 8 * 390) == "whole"
+    model.compute_place = torch.device("cuda"), torch.float32
+    assert M.choose_layout(model, [400] * 8, 8 * 390) == "shared"
+    small = M.prepare_causal_lm(tiny.tiny_lm())  # heads of 8
+    small.compute_place = torch.device("cuda"), torch.bfloat16
+    assert M.choose_layout(small, [716] * 16, 330 + 16 * 386) == "dense"
+
+
+def test_unique_tokens_count_a_prompt_once():
+    batch = batch_of(1, 3, 4, 9, 9)
+    layout = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
+    assert M.unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.own >= 0).sum())
+
+
+@pytest.mark.parametrize("share, recomputed", [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_a_share_of_the_layers_is_recomputed_and_changes_nothing(share, recomputed):
+    results = []
+    for s in (0.0, share):
+        model = M.prepare_causal_lm(tiny.tiny_lm(num_hidden_layers=4), gradient_checkpointing=s)
+        calls = []
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(lambda *a: calls.append(1))
+        batch = batch_of(0, 2, 3, 9, 9)
+        M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, groups=groups_of(batch)).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert len(calls) == 4 + recomputed
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def gradients(model, batch, layout, weights):
+    """Log-probabilities and gradients of a weighted sum of them; layout None: padded."""
+    packed = M.pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch) if layout else None, layout)
+    logprobs = M.packed_logprobs(model, packed, 0.7)
+    model.zero_grad()
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), [p.grad.float() for p in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind, heads", [("qwen2", {}), ("qwen2", {"num_attention_heads": 14, "hidden_size": 224}), ("llama", {}),
+                                         ("qwen3", {"head_dim": 32})])
+def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled):
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "num_attention_heads": 8} | heads
+    model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind, **shape), compiled=compiled).cuda()
+    for shape in SHAPES:
+        batch = batch_of(*shape)
+        weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
+        (a, ga), (b, gb), (c, gc) = (gradients(model, batch, layout, weights) for layout in ("shared", "dense", None))
+        assert (a - c).abs().max() < 1e-4 and (b - c).abs().max() < 1e-4
+        for x, y, z in zip(ga, gb, gc):
+            assert (x - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5 and (y - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["shared", "whole"])
+@pytest.mark.parametrize("compiled, share", [(False, 0.0), (True, 0.5)])
+def test_packed_bfloat16_on_a_gpu_is_as_near_to_float32_as_padded_bfloat16(layout, compiled, share):
+    torch._dynamo.reset()
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 4}
+    exact = M.prepare_causal_lm(tiny.tiny_lm(**shape)).cuda()
+    model = M.prepare_causal_lm(tiny.tiny_lm(**shape), gradient_checkpointing=share, compiled=compiled).cuda().bfloat16()
+    for shape in SHAPES[:4]:
+        batch = batch_of(*shape)
+        weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
+        true, true_grads = gradients(exact, batch, None, weights)
+        padded, padded_grads = gradients(model, batch, None, weights)
+        ours, our_grads = gradients(model, batch, layout, weights)
+        assert (ours - true).abs().mean() <= 1.5 * (padded - true).abs().mean() + 1e-3
+        for a, b, c in zip(our_grads, padded_grads, true_grads):
+            assert (a - c).norm() <= 1.5 * (b - c).norm() + 0.02 * c.norm()
