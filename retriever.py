@@ -10,6 +10,7 @@ Shapes: Q queries, M passages, P pairs of a query and one of its golds, B texts 
 K list length.
 
 Run as a program it builds an index:  python retriever.py kind=dense corpus=corpus.jsonl encoder=FOLDER index=OUT
+or tells whether an encoder ranks:    python retriever.py check encoder=FOLDER
 """
 
 from __future__ import annotations
@@ -1006,5 +1007,77 @@ def main(cfg: RetrieverConfig) -> dict:
             "passages_per_s": round(indexed / max(seconds, 1e-9), 1), "bytes": size}
 
 
+# a question, the passage that answers it, and one that shares its words and doesn't
+PROBES = (
+    ("how do I fix a flat bicycle tire",
+     "Remove the wheel, pull out the inner tube, find the puncture and glue a patch over it.",
+     "How do I fix the price of a flat in a city where rents rise every year?"),
+    ("what is the capital of France",
+     "Paris, on the Seine, has been the seat of the country's government for centuries.",
+     "What is working capital? It is what a company in France owns less what it owes."),
+    ("why do cats purr",
+     "Felines make the low, vibrating sound when content, and also to calm themselves when hurt.",
+     "Why do people keep cats in films about witches? They look mysterious."),
+    ("how long does it take to boil an egg",
+     "Leave it in simmering water for six minutes if the yolk should stay soft, ten if hard.",
+     "How long does it take an egg of the sea turtle to hatch? About two months on the beach."),
+    ("symptoms of the flu",
+     "Fever, chills, aching muscles, cough and tiredness begin suddenly after infection with influenza.",
+     "Symptoms of a failing battery: the engine turns slowly and the lights are dim."),
+    ("who wrote romeo and juliet",
+     "Shakespeare finished the tragedy about two young lovers in Verona around 1595.",
+     "Romeo and Juliet are the names of two moons in a novel, and nobody knows who wrote it."),
+    ("when was the first moon landing",
+     "Armstrong and Aldrin stepped onto the lunar surface from Apollo 11 in July 1969.",
+     "The first landing of the stairs was painted when the moon was full."),
+    ("how to save money on electricity bills",
+     "Switch off unused appliances, insulate the house and replace bulbs with LEDs.",
+     "How to pay bills for a wedding with money that guests leave in a box."),
+)
+
+
+def check(cfg: RetrieverConfig) -> dict:
+    """`python retriever.py check encoder=… [index=…]`: rank a few sentences, to see that the weights are right.
+
+    Prints the rank of every question's answer among 16 passages.  A trained encoder puts nearly every answer above the
+    passages of all other questions; random weights, a wrong pooling or a wrong model put about one in fifteen there.
+    High scores mean nothing by themselves: ANCE's vectors lie in a narrow cone, strangers have a cosine above 0.95.
+    With an index: also whether this encoder built it.
+    """
+    if not cfg.encoder:
+        raise RetrieverError("check needs an encoder: give encoder=FOLDER or a hub name")
+    model, tokenizer, encoder = _load(cfg)
+    if cfg.index:
+        open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)
+    queries = encode(model, tokenizer, [p[0] for p in PROBES], encoder, query=True)
+    passages = encode(model, tokenizer, [p[1] for p in PROBES] + [p[2] for p in PROBES], encoder)
+    scores, n = queries @ passages.T, len(PROBES)  # (n, 2 n)
+    print(f"{cfg.encoder}: pooling {encoder.pooling}, {vector_size(model)} dimensions, normalised {encoder.normalise}, "
+          f"prefixes {encoder.query_prefix!r} and {encoder.passage_prefix!r}, lengths {encoder.query_length} and "
+          f"{encoder.passage_length}\n\n| question | rank of its answer | score | best of the other questions' |\n"
+          "|---|---|---|---|")
+    first, ranks = 0, []
+    for i, (question, *_) in enumerate(PROBES):
+        own = scores[i, i]
+        strangers = scores[i, [j for j in range(2 * n) if j % n != i]].amax()
+        ranks.append(int((scores[i] >= own).sum()))
+        first += bool(own > strangers)
+        print(f"| {question} | {ranks[-1]} of {2 * n} | {own:.4f} | {strangers:.4f} |")
+    cosine = F.normalize(passages, dim=-1) @ F.normalize(passages, dim=-1).T
+    mean = (cosine.sum() - 2 * n) / (2 * n * (2 * n - 1))
+    print(f"\n{first} of {n} answers stand above all passages of other questions; cosine of two passages {mean:.3f} on "
+          "average")
+    random_looking = first < 5
+    if random_looking:
+        print(f"warning: this ranking looks random ({first} of {n}). Look whether {cfg.encoder} holds trained weights "
+              "of a retriever, whether pooling and prefixes are those it was trained with, and whether the tokenizer is "
+              "its own.", file=sys.stderr)
+    return {"encoder": cfg.encoder, "pooling": encoder.pooling, "dim": vector_size(model), "above_strangers": first,
+            "questions": n, "mrr": round(sum(1 / r for r in ranks) / n, 4), "random_looking": random_looking}
+
+
 if __name__ == "__main__":
-    run(RetrieverConfig, main)
+    if sys.argv[1:2] == ["check"]:
+        run(RetrieverConfig, check, sys.argv[2:])
+    else:
+        run(RetrieverConfig, main)
