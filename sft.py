@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import data
 import distributed as D
 import infer
+import trajectories
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
@@ -85,7 +86,8 @@ class SFTConfig:
     """sample: what samples"""
 
     records: str = ""
-    """train: turns file with `response`; empty: what stage=sample wrote to `out`"""
+    """train: turns file with `response`, or trajectories (rows with `messages`: infer.py's, OpenAI's or ms-swift's);
+    empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
     """train: on `response`, or on the human `rewrite`, its think block made of the words it adds to the question"""
     max_length: int = 3072
@@ -98,6 +100,9 @@ class SFTConfig:
     """train: sequences of an optimizer step, over all processes; the last step of an epoch takes what is left"""
     micro_batch_size: int = 8
     """train: sequences of one forward and backward pass; changes speed and memory, not the result"""
+    micro_batch_tokens: int | None = None
+    """train: instead, pack sequences of up to so many tokens together into a pass (a longer one has its own); no
+    sequence sees another, positions begin anew in each"""
     lr: float = 1e-5
     """train: peak learning rate"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -264,7 +269,7 @@ class Batch:
     tokens: Tensor  # (B, T+1) int64
     attention_mask: Tensor  # (B, T+1) int64
     loss_mask: Tensor  # (B, T) bool
-    prompt_lengths: Tensor  # (B,) int64
+    prompt_lengths: Tensor  # (B,) int64: tokens before the first that is trained
 
 
 def human_response(question: str, rewrite: str) -> str:
@@ -298,6 +303,27 @@ def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tu
     return examples, dropped
 
 
+def make_trajectory_examples(rows: list[dict], tokenizer, cfg: SFTConfig, path: str) -> tuple[list[Example], Counter]:
+    """Rows whose assistant's turns are trained, and how many were dropped why.  DataError if none is left."""
+    examples, dropped = [], Counter()
+    for row in rows:
+        if row.get("error"):
+            dropped["failed for a technical reason"] += 1
+        elif row["messages"][-1]["role"] != "assistant":
+            dropped["without a last answer"] += 1
+        else:
+            example = Example(*trajectories.encode(tokenizer, row), trajectories.question_key(row))
+            if len(example.tokens) > cfg.max_length:
+                dropped[f"longer than {cfg.max_length} tokens"] += 1
+            else:
+                examples.append(example)
+    if not examples:
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(f"{path}: none of its {len(rows)} trajectories can be trained on ({why}); raise max_length, or "
+                        "give trajectories that end in an answer")
+    return examples, dropped
+
+
 def split_heldout(examples: list[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
     """(train, held out): whole conversations, drawn with the seed; the only conversation is never held out."""
     conversations = sorted({e.conversation_id for e in examples})
@@ -324,17 +350,30 @@ def collate(rows: list[Example], pad_id: int, device: torch.device) -> Batch:
     rows = rows or [Example([pad_id, pad_id], [0], "")]
     width = max(len(r.tokens) for r in rows)
     fill = [width - len(r.tokens) for r in rows]
+    starts = [r.loss_mask.index(1) + 1 if any(r.loss_mask) else len(r.loss_mask) for r in rows]
     return Batch(torch.tensor([r.tokens + [pad_id] * n for r, n in zip(rows, fill)], device=device),
                  torch.tensor([[1] * len(r.tokens) + [0] * n for r, n in zip(rows, fill)], device=device),
                  torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool, device=device),
-                 torch.tensor([len(r.tokens) - max(1, sum(r.loss_mask)) for r in rows], device=device))
+                 torch.tensor(starts, device=device))
 
 
-def micro_batches(rows: list[Example], size: int, pad_id: int, where: Dist) -> list[Batch]:
-    """This process's share of `rows`: batches of rows of like length, dealt out in turn, the same number to each."""
+def micro_batches(rows: list[Example], size: int, pad_id: int, where: Dist, budget: int | None = None) -> list[Batch]:
+    """This process's share of `rows`: batches of rows of like length, dealt out in turn, the same number to each.
+
+    `size` rows in each; with `budget` as many as have that many tokens together (first fit, the longest first).
+    """
     ordered = sorted(rows, key=lambda r: len(r.tokens), reverse=True)
     size = max(1, min(size, math.ceil(len(rows) / where.world)))  # nobody idles while another has two rows to do
     parts = [ordered[i:i + size] for i in range(0, len(ordered), size)]
+    if budget is not None:
+        parts, room = [], []
+        for row in ordered:
+            at = next((i for i, left in enumerate(room) if left >= len(row.tokens)), len(parts))
+            if at == len(parts):
+                parts.append([])
+                room.append(budget)
+            parts[at].append(row)
+            room[at] -= len(row.tokens)
     parts += [[]] * (-len(parts) % where.world)
     return [collate(part, pad_id, where.device) for part in parts[where.rank::where.world]]
 
@@ -422,7 +461,9 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
     per_epoch = steps_per_epoch(len(rows), cfg)
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
-    held_batches = micro_batches(heldout, cfg.micro_batch_size, pad_id, where) if heldout else []
+    # Logits exist where any row of a batch is trained: with turns between results, a row at a time.
+    together = all(sum(e.loss_mask) == len(e.loss_mask) - e.loss_mask.index(1) for e in heldout)
+    held_batches = micro_batches(heldout, cfg.micro_batch_size if together else 1, pad_id, where) if heldout else []
     # transformers recomputes in train mode alone; all dropout is 0 in either mode but the adapter's
     training = cfg.gradient_checkpointing or cfg.lora.dropout > 0
     best: dict = {}
@@ -443,8 +484,8 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             tokens = sum(sum(r.loss_mask) for r in batch)
             lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
             model.train(training)
-            loss, norm = train_step(model, optimizer, micro_batches(batch, cfg.micro_batch_size, pad_id, where), tokens,
-                                    lr, cfg.max_grad_norm, where.world)
+            parts = micro_batches(batch, cfg.micro_batch_size, pad_id, where, cfg.micro_batch_tokens)
+            loss, norm = train_step(model, optimizer, parts, tokens, lr, cfg.max_grad_norm, where.world)
             model.eval()
             loss = sum(D.gather_objects(loss))
             finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
@@ -475,7 +516,10 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
 def train(cfg: SFTConfig, where: Dist) -> dict:
     """Train on the records; `<out>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
     path, final = cfg.records or os.path.join(cfg.out, "records.jsonl"), os.path.join(cfg.out, "final")
-    turns, result_path = data.read_turns(path), os.path.join(cfg.out, "result.json")
+    agentic, result_path = trajectories.holds_trajectories(path), os.path.join(cfg.out, "result.json")
+    if agentic and cfg.target != "response":
+        raise ConfigError(f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are trained")
+    records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     files = {"model": infer.named(cfg.model), "records": infer.named(path)}
     if base := adapter_base(cfg.model):
         files["base"] = infer.named(base)
@@ -484,14 +528,16 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     if result := read_result(result_path):
         return result
     tokenizer = load_tokenizer(cfg.model)
-    examples, dropped = make_examples(turns, tokenizer, cfg, path)
+    examples, dropped = (make_trajectory_examples if agentic else make_examples)(records, tokenizer, cfg, path)
     rows, heldout = split_heldout(examples, cfg.heldout_fraction, cfg.seed)
     steps = steps_per_epoch(len(rows), cfg)
-    print0(f"train: {len(turns)} records" + "".join(f" - {count} {reason}" for reason, count in dropped.items())
+    print0(f"train: {len(records)} records" + "".join(f" - {count} {reason}" for reason, count in dropped.items())
            + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) = {len(rows)}; "
            f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
-           f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, {cfg.micro_batch_size} at a "
-           f"time; {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
+           f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, "
+           + (f"packed to {cfg.micro_batch_tokens} tokens" if cfg.micro_batch_tokens else
+              f"{cfg.micro_batch_size} at a time") + ";"
+           f" {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
     cuda = where.device.type == "cuda"
     model = load_causal_lm(cfg.model, torch.bfloat16 if cuda and cfg.lora.r else torch.float32, where.device,
                            cfg.gradient_checkpointing, cfg.lora, cfg.seed)
@@ -557,7 +603,8 @@ def check(cfg: SFTConfig) -> None:
     if cfg.stage == "all" and cfg.records:
         raise ConfigError(f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples")
     for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_response_tokens", "epochs", "sequences_per_step",
-                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "max_turns"):
+                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "max_turns",
+                 "micro_batch_tokens"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it must be at least 1")

@@ -1,0 +1,306 @@
+"""trajectories.py and SFT on trajectories: what is trained, whatever form the records have; packing; balance; exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_infer import CPU
+from tiny import tiny_lm, tiny_tokenizer
+
+import data
+import sft
+import trajectories
+from episode import encode_trajectory
+from model import token_logprobs
+
+TOOLS = [{"type": "function", "function": {"name": "search", "description": "finds passages", "parameters": {
+    "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}]
+# A template with tools in Qwen's hermes form: results are a user turn, neighbouring results share it.
+HERMES = """\
+{%- if tools %}<|im_start|>system
+{{ messages[0].content + '\\n' if messages[0].role == 'system' else '' }}# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+REASONING{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ m.content }}
+</tool_response>
+{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# As the hybrid Qwen3's: thoughts of turns before the last user message are dropped, the last turn shows an empty block.
+FORGETS = HERMES.replace("REASONING", "{% set ns = namespace(last=0) %}{% for x in messages %}{% if x.role == 'user' %}"
+                         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% if loop.index0 > ns.last and (loop.last "
+                         "or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}")
+
+
+def hermes(template=HERMES.replace("REASONING", "")):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def call(query, name="search"):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": json.dumps({"query": query})}}
+
+
+def conversation(*between):
+    return [{"role": "system", "content": "Answer."}, {"role": "user", "content": "where is Ann?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [call("Ann"), call("Ann home")]},
+            {"role": "tool", "tool_call_id": "c", "content": "Ann lives in Oslo."},
+            {"role": "tool", "tool_call_id": "c", "content": "nothing<|im_end|>"}, *between,
+            {"role": "assistant", "content": "<answer>Oslo</answer>"}]
+
+
+def trained(tokenizer, ids, mask):
+    """Texts of the stretches that are trained."""
+    out, open_ = [], False
+    for token, m in zip(ids[1:], mask):
+        if m:
+            out = out if open_ else [*out, []]
+            out[-1].append(token)
+        open_ = bool(m)
+    return [tokenizer.decode(part) for part in out]
+
+
+FIRST = ('I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "Ann"}}\n</tool_call>\n<tool_call>\n'
+         '{"name": "search", "arguments": {"query": "Ann home"}}\n</tool_call><|im_end|>')
+
+
+def test_assistant_turns_calls_and_turn_ends_are_trained_and_nothing_else():
+    tokenizer = hermes()
+    ids, mask = trajectories.encode_messages(tokenizer, conversation(), TOOLS, "row")
+    assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
+    assert len(mask) == len(ids) - 1
+    text = tokenizer.apply_chat_template(
+        json.loads(json.dumps(conversation()).replace("<|im_end|>", "< |im_end|>").replace('"arguments": "{\\"query\\": \\"Ann\\"}"', '"arguments": {"query": "Ann"}')
+                   .replace('"arguments": "{\\"query\\": \\"Ann home\\"}"', '"arguments": {"query": "Ann home"}')), tools=TOOLS, tokenize=False)
+    assert tokenizer.decode(ids) == text.removesuffix("\n")  # an independent rendering of the whole; the results' text ends no turn
+
+
+def test_a_template_without_tools_spells_them_and_one_that_drops_things_is_refused():
+    tokenizer = tiny_tokenizer()  # plain ChatML
+    ids, mask = trajectories.encode_messages(tokenizer, conversation(), TOOLS, "row")
+    assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
+    assert "finds passages" in tokenizer.decode(ids) and "<tool_response>\nAnn lives in Oslo.\n</tool_response>" in tokenizer.decode(ids)
+    without = trajectories.encode_messages(tokenizer, conversation()[1:], TOOLS, "row")
+    assert "finds passages" in tokenizer.decode(without[0])
+
+
+def test_reasoning_is_in_the_target_or_an_error():
+    """sft-05"""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "reasoning_content": "r7", "content": "a7"}]
+    tokenizer = hermes(FORGETS)
+    assert trained(tokenizer, *trajectories.encode_messages(tokenizer, messages, [], "row")) == ["<think>\nr7\n</think>\n\na7<|im_end|>"]
+    for plain in (tiny_tokenizer(), hermes()):
+        with pytest.raises(data.DataError, match="leaves out the reasoning_content.*between <think> and </think>"):
+            trajectories.encode_messages(plain, messages, [], "row")
+        with pytest.raises(data.DataError, match="leaves out the reasoning_content"):
+            trajectories.encode_messages(plain, messages[:1] + [messages[1] | {"tool_calls": [call("x")]}] + messages, TOOLS, "row")
+
+
+def test_a_template_that_rewrites_earlier_turns():
+    """Thoughts of the same question stay; those before a new question are dropped by such a template: refused."""
+    tokenizer = hermes(FORGETS)
+    think = conversation()
+    think[2] |= {"reasoning_content": "who?"}
+    ids, mask = trajectories.encode_messages(tokenizer, think, TOOLS, "row")
+    assert trained(tokenizer, ids, mask) == ["<think>\nwho?\n</think>\n\n" + FIRST, "<think>\n\n</think>\n\n<answer>Oslo</answer><|im_end|>"]
+    more = [*think, {"role": "user", "content": "and Bob?"}, {"role": "assistant", "content": "no"}]
+    with pytest.raises(data.DataError, match="leaves out the reasoning_content|writes earlier turns anew"):
+        trajectories.encode_messages(tokenizer, more, TOOLS, "row")
+
+
+def test_results_inside_a_search_turn_are_not_trained():
+    tokenizer = tiny_tokenizer()
+    text = "<think>a</think> <search>b</search> <result>\nc\n</result> <think>d</think> <answer>\\boxed{e}</answer>"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    ids, mask = trajectories.encode_messages(tokenizer, messages, [], "row")
+    assert trained(tokenizer, ids, mask) == ["<think>a</think> <search>b</search>", " <think>d</think> <answer>\\boxed{e}</answer><|im_end|>"]
+
+
+def agent_row(i=0, question="where is Ann?", **changes):
+    """A row as infer.py writes it."""
+    messages = conversation()
+    messages[1]["content"] = question
+    messages[2]["text"], messages[-1]["text"] = FIRST.removesuffix("<|im_end|>"), "<answer>Oslo</answer>"
+    messages[4]["content"] = "nothing"
+    return {"rollout_id": f"q{i}#0", "id": f"q{i}", "question": question, "golden_answers": ["Oslo"], "task": "agent",
+            "messages": messages, "tools": TOOLS, "template": "instruct", "rounds": 2, "error": None, "pred": "Oslo",
+            "response_meta": {"usage": {"prompt_tokens": 10 + i, "completion_tokens": 5, "total_tokens": 15 + i}},
+            "all_turns_tokens": {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29},
+            "metric_score": dict(em=1.0, f1=1.0, acc=1.0, precision=1.0, recall=1.0)} | changes
+
+
+@pytest.mark.parametrize("tokenizer", [hermes(), tiny_tokenizer()], ids=["tools", "spelled"])
+def test_both_ways_of_encoding_agree(tokenizer):
+    """By the sampled texts (infer.py's rows) and by the template: the same ids and masks where the model wrote what the
+    template would."""
+    row = agent_row()
+    assert trajectories.encode(tokenizer, row) == encode_trajectory(tokenizer, row) == trajectories.encode_messages(
+        tokenizer, row["messages"], row["tools"], "row")
+
+
+def write(path, rows):
+    data.write_jsonl(str(path), rows)
+    return str(path)
+
+
+def test_three_forms_of_one_record_train_the_same(tmp_path):
+    tokenizer = hermes()
+    row = trajectories.read_trajectories(write(tmp_path / "a.jsonl", [agent_row()]))[0]
+    forms = {"openai": trajectories.to_openai(row), "swift": trajectories.to_swift(row)}
+    assert set(forms["openai"]["messages"][2]) == {"role", "content", "tool_calls"}
+    assert [m["role"] for m in forms["swift"]["messages"]] == ["system", "user", "assistant", "tool_call", "tool_call", "tool", "tool", "assistant"]
+    assert json.loads(forms["swift"]["messages"][3]["content"]) == {"name": "search", "arguments": {"query": "Ann"}}
+    assert json.loads(forms["swift"]["tools"]) == TOOLS
+    for name, form in forms.items():
+        again = trajectories.read_trajectories(write(tmp_path / f"{name}.jsonl", [form]))[0]
+        assert trajectories.encode(tokenizer, again) == trajectories.encode(tokenizer, row), name
+    thinking = agent_row()
+    thinking["messages"][2] |= {"content": "<think>who</think> I look.", "reasoning_content": "who"}
+    assert trajectories.to_openai(thinking)["messages"][2]["content"] == "<think>who</think> I look."
+    thinking["messages"][2]["content"] = ""
+    assert trajectories.to_swift(thinking)["messages"][2]["content"] == "<think>\nwho\n</think>"
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"messages": "x"}, "messages must be a list"), ({"messages": [{"role": "assistant", "content": "a"}]}, "must run from a question"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "must run from a question"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "judge", "content": "b"}]}, "role 'judge'"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "tool_call", "content": "{"}]}, "not valid JSON"),
+    ({"messages": conversation(), "tools": [{"name": "x"}]}, "tools must be a list")])
+def test_bad_rows_name_file_and_line(tmp_path, row, message):
+    with pytest.raises(data.DataError, match=rf"t\.jsonl:2: .*{message}"):
+        trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row(), row]))
+    with pytest.raises(data.DataError, match="occurs a second time"):
+        trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row(), agent_row()]))
+
+
+# ------------------------------------------------------------------------------------------------------------ choosing
+
+def test_success_balance_and_firsts():
+    rows = [agent_row(0), agent_row(1, metric_score=dict(em=0.0, f1=0.8)), agent_row(2, metric_score=dict(em=0.0, f1=0.79)),
+            agent_row(3, error="tool_error: x"), {"messages": conversation()}]
+    assert [trajectories.succeeded(r, "em") for r in rows] == [True, False, False, False, False]
+    assert [trajectories.succeeded(r, "f1") for r in rows] == [True, True, False, False, False]
+    many = [agent_row(i, rounds=1 + (i % 10 == 0), metadata={"type": "ab"[i % 2]}) for i in range(40)]
+    for by, counts in (("rounds", [5, 4]), ("type", [5, 5]), ("tool_calls", [5])):
+        kept = trajectories.balance(many, by, 5, seed=1)
+        values = [trajectories.CLASSES[by](r) for r in kept]
+        assert sorted((values.count(v) for v in set(values)), reverse=True) == counts, by
+        assert kept == trajectories.balance(many, by, 5, seed=1) != trajectories.balance(many, by, 5, seed=2)
+        assert [many.index(r) for r in kept] == sorted(many.index(r) for r in kept)
+    assert trajectories.first_of_each([agent_row(0, rollout_id=f"q0#{k}") for k in range(4)] + [agent_row(1)], 2) == [
+        agent_row(0, rollout_id="q0#0"), agent_row(0, rollout_id="q0#1"), agent_row(1)]
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm")
+    tiny_lm(folder)
+    hermes().save_pretrained(folder)
+    return str(folder)
+
+
+def config(lm, records, output, **changes):
+    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
+                  micro_batch_size=2, heldout_fraction=0.25, save_every=10)
+    return sft.SFTConfig(**values | changes)
+
+
+def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_path):
+    long, failed, cut = agent_row(1), agent_row(2, error="engine_error: x"), agent_row(3)
+    long["messages"][3]["content"] = "x" * 500
+    cut["messages"] = cut["messages"][:-1]
+    path = write(tmp_path / "t.jsonl", [agent_row(0), long, failed, cut])
+    cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
+    examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), hermes(), cfg, path)
+    assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1, "without a last answer": 1}
+    with pytest.raises(data.DataError, match="none of its 4 trajectories"):
+        sft.main(config(lm, path, tmp_path / "o", max_length=10))
+
+
+def examples_of(count=5):
+    rows = [agent_row(i, "where is " + "Ann" * (i + 1) + "?") for i in range(count)]
+    return [sft.Example(*trajectories.encode(hermes(), r), f"c{i}") for i, r in enumerate(rows)]
+
+
+def test_packed_samples_do_not_see_each_other():
+    """Every token's log-probability in a packed pass is what it is alone, with positions from 0; the mask never reaches
+    over a border."""
+    examples = examples_of()
+    longest = max(len(e.tokens) for e in examples)
+    batches = sft.micro_batches(examples, 99, 0, CPU, budget=2 * longest + 1)
+    assert sorted(len(b.tokens) for b in batches) == [1, 2, 2]
+    assert all(int(b.attention_mask.sum()) <= 2 * longest + 1 for b in batches)
+    assert len(sft.micro_batches(examples, 99, 0, CPU, budget=1)) == 5  # a longer one has a pass of its own
+    from model import prepare_causal_lm
+    model = prepare_causal_lm(tiny_lm())
+    for batch in batches:
+        groups = (batch.prompt_lengths, torch.arange(len(batch.tokens)))
+        packed = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask, groups=groups)
+        for row, logprobs, mask in zip(batch.tokens, packed, batch.loss_mask):
+            (alone,) = [e for e in examples if e.tokens == row[:len(e.tokens)].tolist() and not row[len(e.tokens):].any()]
+            logits = model(torch.tensor([alone.tokens[:-1]])).logits[0].log_softmax(-1)
+            expected = logits.gather(-1, torch.tensor(alone.tokens[1:])[:, None]).squeeze(-1) * torch.tensor(alone.loss_mask)
+            assert mask[:len(alone.loss_mask)].tolist() == [bool(m) for m in alone.loss_mask]
+            torch.testing.assert_close((logprobs * mask)[:len(expected)], expected, atol=2e-5, rtol=0)
+
+
+def test_gradient_does_not_depend_on_packing():
+    examples = examples_of()
+    results = []
+    for size, budget in ((1, None), (5, None), (5, 700), (5, 100000)):
+        model = tiny_lm().double()
+        parts = sft.micro_batches(examples, size, 0, CPU, budget)
+        loss, norm = sft.train_step(model, torch.optim.SGD(model.parameters()), parts, sum(sum(e.loss_mask) for e in examples), 1.0, 1e9)
+        results.append((loss, norm, model.state_dict()))
+    for loss, norm, state in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6) and norm == pytest.approx(results[0][1], rel=1e-5)
+        assert all((state[k] - v).abs().max() < 1e-6 for k, v in results[0][2].items())
+
+
+def test_heldout_loss_counts_every_turn(lm):
+    examples = examples_of()
+    model = tiny_lm()
+    where = sft.D.setup()
+    try:
+        found = sft.heldout_loss(model, sft.micro_batches(examples, 1, 0, where))
+    finally:
+        sft.D.cleanup()
+    total = count = 0
+    for e in examples:
+        logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
+        mask, targets = torch.tensor(e.loss_mask).bool(), torch.tensor(e.tokens[1:])
+        total, count = total - float(logits.detach()[mask, targets[mask]].sum()), count + int(mask.sum())
+    assert found["heldout_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_run_on_trajectories(lm, tmp_path):
+    rows = [agent_row(i, f"where is Ann{i}?") for i in range(6)]
+    path = write(tmp_path / "t.jsonl", [r | {"rollout_id": f"{r['id']}#{k}"} for r in rows for k in range(2)])
+    result = sft.main(config(lm, path, tmp_path / "o", micro_batch_tokens=1500))["train"]
+    lines = [row for _, row in data.read_jsonl(str(tmp_path / "o/metrics.jsonl"))]
+    assert result["heldout"] == 4 and result["records"] == 8  # both rollouts of a question are held out together
+    assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"] and Path(result["model"], "config.json").exists()
+    with pytest.raises(sft.ConfigError, match="target=rewrite is for turns"):
+        sft.main(config(lm, path, tmp_path / "p", target="rewrite"))
