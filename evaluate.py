@@ -363,7 +363,8 @@ class EvaluateConfig:
 QUERY_TEXTS = {
     "question": lambda turn: turn.question,
     "rewrite": lambda turn: turn.rewrite,  # a human's; a turn without one counts as missing
-    "context": lambda turn: " ".join([text for pair in turn.context for text in pair] + [turn.question]),
+    # the question, then the history from its end: what an encoder's length limit cuts off is the oldest
+    "context": lambda turn: " ".join([turn.question, *(text for pair in reversed(turn.context) for text in pair)]),
 }
 
 

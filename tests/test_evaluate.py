@@ -543,7 +543,7 @@ def test_rewrites_and_baselines_are_searched(searched, capsys):
     assert mine["status"] == {"ok": 3, "malformed": 1}
     assert (part["queries"], part["missing"]) == (3, 2) and part["mrr"] == pytest.approx(1 / 3)
     assert result["systems"]["turns: rewrite"]["missing"] == 1  # one turn has no human rewrite
-    assert "who was marie curie a chemist where was she born" in retriever.asked
+    assert "where was she born who was marie curie a chemist" in retriever.asked
     assert "lima river" not in retriever.asked
     assert sorted(os.listdir(folder / "out")) == [
         "config.yaml",
