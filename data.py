@@ -485,11 +485,11 @@ Each line between <tools> and </tools> describes a function that you may call:
 {schemas}
 </tools>
 
-To call one, write its name and its arguments as JSON:
-<tool_call>
-{{"name": "…", "arguments": {{…}}}}
-</tool_call>
+To call one, write {how}:
+{form}
 Its result is then shown to you between <tool_response> and </tool_response>."""
+
+CALL_FORM = '{"name": "…", "arguments": {…}}'
 
 
 def search_messages(question: str, examples: list[list[dict]] = (), instruction: str = "") -> list[dict]:
@@ -510,16 +510,22 @@ def agent_messages(question: str, examples: list[list[dict]] = (), instruction: 
             {"role": "user", "content": " ".join(question.split())}]
 
 
-def spell_tools(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """The same chat for a template without tools: schemas stand in the system message, calls and results in texts."""
+def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
+    """The same chat for a template without tools: schemas stand in the system message, calls and results in texts.
+
+    `bare`: calls are the JSON alone, without tool_call tags.
+    """
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
+    form = CALL_FORM if bare else f"<tool_call>\n{CALL_FORM}\n</tool_call>"
     out: list[dict] = []
     for m in messages:
         content = m["content"]
         if m["role"] == "system":
-            content += "\n\n" + TOOLS_INSTRUCTION.format(schemas=schemas)
+            content += "\n\n" + TOOLS_INSTRUCTION.format(schemas=schemas, how=how, form=form)
         for call in m.get("tool_calls", []):
-            content = (content + "\n" if content else "") + tool_call_text(call["function"])
+            text = call_json(call["function"]) if bare else tool_call_text(call["function"])
+            content = (content + "\n" if content else "") + text
         if m["role"] == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
             if out[-1]["role"] == "user":  # parallel calls: their results share a turn
@@ -529,11 +535,16 @@ def spell_tools(messages: list[dict], tools: list[dict]) -> list[dict]:
     return out
 
 
-def tool_call_text(function: dict) -> str:
-    """A call in the hermes form: {"name", "arguments" (a dict, or its JSON)} between tool_call tags."""
+def call_json(function: dict) -> str:
+    """A call as JSON: {"name", "arguments" (a mapping, or its JSON)}."""
     arguments = function["arguments"]
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}\n</tool_call>'
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
+
+
+def tool_call_text(function: dict) -> str:
+    """A call in the hermes form: its JSON between tool_call tags."""
+    return f"<tool_call>\n{call_json(function)}\n</tool_call>"
 
 
 def read_conversations(path: str) -> list[list[dict]]:

@@ -48,13 +48,15 @@ import data
 from config import ConfigError
 from data import DataError, Question, read_corpus
 from retriever import PassageIds, RetrieverConfig, open_retriever
-from reward import answer_metrics, extract_answer, extract_boxed, search_well_formed
+from reward import (all_gold, answer_metrics, extract_answer, extract_boxed, gold_recall, score_answer,
+                    search_well_formed)
 from rollout import Rollout, RolloutError, Sampling
 from serve import Texts
 from tools import SEARCH_TOOL, Call, MCPTools, RetrieverTools, parse_tool_calls
 
 ANSWERED, NO_ANSWER, LENGTH, ROUNDS = "answered", "no_answer", "length", "rounds"
 FAILED = ("engine_error", "tool_error")  # end states of episodes that are left out, not scored
+END_STATES = (ANSWERED, NO_ANSWER, LENGTH, ROUNDS, *FAILED)
 TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in (
     "think", "search", "result", "answer", "tools", "tool_call", "tool_response"))
 
@@ -77,6 +79,9 @@ class EpisodeConfig:
     """a call beyond max_calls: a note says so and the model may answer, or the episode ends as `rounds`"""
     stop_at_answer: bool = False
     """end an episode at </answer>, with an EOS that is not trained: for models that never learnt to end there"""
+    bare_calls: bool = False
+    """agent: calls are bare JSON, ended by `}}`, without tool_call tags: to sample from a model that was never taught the
+    tags; its trajectories are written with them"""
     template: Literal["instruct", "base"] = "instruct"
     """search: prompt through the chat template (instruct), or as one string for a model without one (base)"""
     instruction: str = ""
@@ -328,6 +333,10 @@ class SearchTask:
             return f" <result>\n{call.shown}\n</result>"
         return fit(self.tokenizer, harmless(call, self.unsafe), wrap, self.cfg.result_tokens)
 
+    def turn_text(self, turn: Round) -> str:
+        """A turn as a trajectory holds it: as sampled."""
+        return turn.text
+
     def answer(self, text: str) -> str | None:
         """The box in the last answer block; for Search-R1's reward, which knows no box, else the block itself."""
         block = extract_answer(text)
@@ -352,10 +361,10 @@ class AgentTask:
 
     def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: list[list[dict]] = ()):
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
-        self.stop = ("</answer>",) if cfg.stop_at_answer else ()
+        self.stop = ("</answer>",) * cfg.stop_at_answer + ("}}",) * cfg.bare_calls
         self.eos_id = data.eos_token_ids(tokenizer)[0]
         self.instruction = read_instruction(cfg)
-        self.native = template_knows_tools(tokenizer, tools.schemas)
+        self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
         self.unsafe = [*TAGS, *data.special_strings(tokenizer)]
 
@@ -367,13 +376,19 @@ class AgentTask:
         messages = data.agent_messages(question, self.examples, self.instruction)
         if self.native:
             return data.encode_chat(self.tokenizer, messages, self.tools.schemas)
-        return data.encode_chat(self.tokenizer, data.spell_tools(messages, self.tools.schemas))
+        return data.encode_chat(self.tokenizer, data.spell_tools(messages, self.tools.schemas, self.cfg.bare_calls))
 
     decode = SearchTask.decode
 
     def read(self, text: str) -> list[Call]:
         """The calls of a turn; none: it is the last turn."""
-        return parse_tool_calls(text, self.tools.schemas)
+        return parse_tool_calls(text, self.tools.schemas, self.cfg.bare_calls)
+
+    def turn_text(self, turn: Round) -> str:
+        """A turn as a trajectory holds it: as sampled, bare calls in the tags they lack."""
+        if not (self.cfg.bare_calls and turn.calls and all(call.done for call in turn.calls)):
+            return turn.text
+        return "\n".join(data.tool_call_text({"name": c.name, "arguments": c.arguments}) for c in turn.calls)
 
     def show(self, calls: list[Call], last_id: int) -> tuple[list[int], str]:
         """(ids, text) of the turn with the results of all calls, in their order, up to where the model goes on."""
@@ -514,6 +529,28 @@ def open_task(name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConf
     return kind(cfg, tokenizer, tools, shown)
 
 
+# ------------------------------------------------------------------------------------------------------------- rewards
+
+def episode_reward(episode: Episode, question: Question, task: SearchTask | AgentTask,
+                   gold_ids: Sequence[str] = ()) -> float | None:
+    """What an episode earns: its answer (reward.score_answer) and, where asked for, the gold passages it retrieved.
+
+    The second part is for well-formed episodes (`research`), or those with an answer, alone: searching does not pay for
+    leaving the form.  None for an episode that failed for a technical reason: to be left out and counted.
+    """
+    cfg = task.cfg
+    if episode.rollout.end in FAILED:
+        return None
+    kind = {"search": "research", "agent": "f1"}[task.name] if cfg.answer_reward == "auto" else cfg.answer_reward
+    well_formed = task.well_formed(episode)
+    reward = score_answer(episode.prediction, question.golden_answers, well_formed, kind)
+    counts = well_formed if kind == "research" else episode.prediction is not None
+    if cfg.gold_reward != "none" and counts and gold_ids:
+        found = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward](episode.retrieved, gold_ids)
+        reward += cfg.gold_weight * found
+    return reward
+
+
 # --------------------------------------------------------------------------------------------------------- trajectories
 
 
@@ -521,12 +558,12 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
     """An episode as a line of trajectory.jsonl (the fields of DeepSearch-RL's, and `rollout_id`, `text` and more).
 
     Few-shot examples are left out of `messages`: a row is a training row for the prompt without them.  An assistant
-    message's `text` is its turn as sampled; `request`: model and sampling.
+    message's `text` is its turn (`turn_text`); `request`: model and sampling.
     """
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
-        content = turn.text.partition("<tool_call>")[0].strip()
-        message: dict = {"role": "assistant", "content": content, "text": turn.text}
+        text = task.turn_text(turn)
+        message: dict = {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "text": text}
         if thoughts := re.findall(r"<think>(.*?)</think>", turn.text, re.DOTALL):
             message["reasoning_content"] = "\n".join(t.strip() for t in thoughts)
         if turn.calls:
@@ -537,7 +574,7 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
         if turn.injected:
             messages += [{"role": "tool", "tool_call_id": f"call_{number}_{i}", "name": call.name,
                           "content": call.shown} for i, call in enumerate(turn.calls)]
-    end, last = episode.rollout.end, episode.rounds[-1]
+    end, last = episode.rollout.end, episode.rounds[-1] if episode.rounds else Round("")
     usage = {"prompt_tokens": last.prompt_tokens, "completion_tokens": last.completion_tokens,
              "total_tokens": last.prompt_tokens + last.completion_tokens}
     prompts, completions = (sum(getattr(r, k) for r in episode.rounds) for k in ("prompt_tokens", "completion_tokens"))

@@ -1,6 +1,7 @@
-"""Rewrites for a file of turns: one JSONL line for every (turn, sample), whatever the model wrote.
+"""Rewrites for a file of turns, or episodes for a file of questions: one JSONL line for every (item, sample).
 
-A line holds query_id, sample, status, rewrite, think, response, tokens, end and a digest of the prompt.  `status`:
+`task: rewrite`: a line holds query_id, sample, status, rewrite, think, response, tokens, end and a digest of the
+prompt.  `status`:
 
     ok            the response parses; `rewrite` is its rewrite, white space collapsed to single blanks
     malformed     it does not parse
@@ -8,6 +9,10 @@ A line holds query_id, sample, status, rewrite, think, response, tokens, end and
     too_long      the prompt exceeds `max_prompt_tokens` or the model's window; nothing was sampled
 
 For all but `ok` the rewrite is the raw question, so that every turn can be searched and is counted.
+
+`task: search` or `agent`: a line is a trajectory (episode.trajectory_row: rollout_id, messages, tools, rounds, tokens,
+pred, metric_score, …), whose `status` is the episode's end, or too_long; `error` names a technical failure.  Questions
+that could not be answered have their line too.
 
 Under torchrun every process takes each world-th turn that is left and appends whole chunks to a file of its own; at
 the end these are merged in the order of the input and renamed.  Run again after a kill it continues: lines that are
@@ -33,26 +38,37 @@ from transformers import AutoConfig, GenerationConfig
 import data
 import rollout
 from config import ConfigError, run, save_config
-from data import DataError, Turn
+from data import DataError, Question, Turn
 from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
-from model import ModelError, load_tokenizer
+from episode import (END_STATES, Episode, EpisodeConfig, check_episode, episode_reward, open_task, run_episodes,
+                     trajectory_row)
+from model import ModelError, adapter_base, load_tokenizer
 from retriever import Progress, RetrieverConfig
-from reward import parse_response
+from reward import ANSWER_METRICS, parse_response
 from rollout import EngineConfig, Rollout, Sampling, check_engine
+from tools import ToolsAway
 
 
 @dataclass
 class InferConfig:
+    task: Literal["rewrite", "search", "agent"] = "rewrite"
+    """rewrite the turns of conversations, or answer questions in episodes (episode.py)"""
     model: str = ""
     """Hugging Face folder or hub name of an instruct model"""
     turns: str = ""
-    """turns file (JSONL) to write rewrites for"""
+    """rewrite: turns file (JSONL) to write rewrites for"""
+    questions: str = ""
+    """search, agent: questions file (JSONL) to answer"""
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    """search, agent: what searches; its `corpus` has the texts that are shown"""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """search, agent: budgets and form of an episode"""
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
     """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for the task"""
     examples: str = ""
-    """few-shot examples (JSONL with context, question, think, rewrite)"""
+    """few-shot examples: JSONL with context, question, think, rewrite; for search and agent with messages"""
     samples: int = 1
     """responses a turn"""
     temperature: float = 0.0
@@ -60,7 +76,7 @@ class InferConfig:
     top_p: float = 1.0
     """sample among the most probable tokens of this mass"""
     max_response_tokens: int = 1024
-    """new tokens of a response at most"""
+    """new tokens of a response at most; of an episode, what is shown to the model included"""
     max_prompt_tokens: int = 1536
     """longer prompts are not sampled: status too_long"""
     seed: int = 0
@@ -83,7 +99,7 @@ def fingerprint(path: str) -> str:
     """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name stands for itself.
 
     Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model, and training
-    changes all of a model's weights.
+    changes all of a model's weights.  An adapter's folder stands for its base model too.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
@@ -97,6 +113,8 @@ def fingerprint(path: str) -> str:
             for start in range(0, size, max(block, size // 64)):
                 f.seek(start)
                 digest.update(f.read(block))
+    if base := adapter_base(path):
+        digest.update(fingerprint(base).encode())
     return digest.hexdigest()[:16]
 
 
@@ -150,6 +168,7 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
 
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
     """The ids that end a response of the model in a Hugging Face folder (or hub name), and what fills unused places."""
+    model = adapter_base(model) or model
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as e:
@@ -180,6 +199,10 @@ def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, 
     examples = data.read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
     texts = (data.few_shot_prompt(t, examples) if examples else data.rewrite_prompt(t) for t in turns)
     return {t.query_id: data.encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
+
+
+def item_id(item: Turn | Question) -> str:
+    return item.query_id if isinstance(item, Turn) else item.id
 
 
 def prompt_digest(prompt_ids: list[int]) -> str:
@@ -213,6 +236,31 @@ def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[i
         for i in range(cfg.samples):
             rollout = next(sampled) if len(ids) <= limit else Rollout(ids, [], [], [], 0, "too_long")
             rows.append(output_row(turn, i, rollout, tokenizer, cfg.parser))
+    return rows
+
+
+def sample_questions(engine, task, questions: list[Question], prompts: dict[str, list[int]], cfg: InferConfig,
+                     progress=None) -> list[dict]:
+    """Trajectories of `questions`, `cfg.samples` each, in order; the episodes of all that fit run together."""
+    limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
+    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
+    fitting = [prompts[q.id] for q in questions if len(prompts[q.id]) <= limit]
+    done = run_episodes(engine, fitting, sampling, task, engine.max_length, progress)
+    if done and all(e.rollout.end == "tool_error" for e in done):  # lines like these would count as done
+        raise ToolsAway(f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); mend that "
+                        "and run again: what was written before is kept")
+    episodes = iter(done)
+    request = {"model": cfg.model, "temperature": cfg.temperature, "top_p": cfg.top_p,
+               "max_tokens": cfg.max_response_tokens, "stream": False, "prompt": cfg.prompt}
+    rows = []
+    for question in questions:
+        ids = prompts[question.id]
+        for i in range(cfg.samples):
+            episode = next(episodes) if len(ids) <= limit else Episode(Rollout(ids, [], [], [], 0, "too_long"), i)
+            rows.append({"query_id": question.id, "sample": i, "status": episode.rollout.end}
+                        | trajectory_row(episode, question, task, request)
+                        | {"reward": episode_reward(episode, question, task), "end": episode.rollout.end,
+                           "tokens": len(episode.rollout.response_ids), "prompt": prompt_digest(ids)})
     return rows
 
 
@@ -258,6 +306,9 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
             "dtype")
     begun = any(os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path))
     settings = {"model": named(cfg.model), **{key: getattr(cfg, key) for key in keys}}
+    if cfg.task != "rewrite":
+        settings |= {"task": cfg.task} | retriever_settings(cfg.retriever)
+        settings |= {f"episode.{key}": value for key, value in asdict(cfg.episode).items() if key != "timeout"}
     check_settings(meta, settings, begun)
     save_config(cfg, f"{cfg.out}.config.yaml")
     done = collect(cfg.out, prompts, cfg.samples)
@@ -284,20 +335,25 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list
     return rows
 
 
-def respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
-    """All lines of `turns`, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
+def respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) -> tuple[list[dict], dict]:
+    """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
     with data.only_writer(folder, name) if where.rank == 0 else contextlib.nullcontext():
-        return _respond(cfg, turns, where)
+        return _respond(cfg, items, where)
 
 
-def _respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dict], dict]:
-    tokenizer = load_tokenizer(cfg.model)
-    prompts = encode_prompts(cfg, turns, tokenizer)
+def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) -> tuple[list[dict], dict]:
+    tokenizer, task = load_tokenizer(cfg.model), None
+    if cfg.task == "rewrite":
+        prompts = encode_prompts(cfg, items, tokenizer)
+    else:
+        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, cfg.examples * (cfg.prompt == "few-shot"))
+        prompts = {q.id: task.prompt(q.question) for q in items}
     done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
-    left = [t for t in turns if t.query_id not in done]
-    print0(f"infer: {len(turns)} turns × {cfg.samples} samples = {len(turns) * cfg.samples} responses, {len(done)} "
-           f"turns already done, {where.world} processes, temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
+    left = [item for item in items if item_id(item) not in done]
+    print0(f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
+           f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {where.world} processes, "
+           f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
            f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average")
     mine, tokens, started = left[where.rank::where.world], 0, time.monotonic()
     if mine:
@@ -311,8 +367,12 @@ def _respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dic
         path = f"{cfg.out}.rank{where.rank:03d}"
         with data.naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
             for at in range(0, len(mine), cfg.chunk):
-                rows = sample_turns(engine, tokenizer, mine[at:at + cfg.chunk], prompts, cfg,
-                                    lambda finished, *_, before=at * cfg.samples: show(before + finished))
+                def further(finished: int, *_, before: int = at * cfg.samples) -> None:
+                    show(before + finished)
+
+                chunk = mine[at:at + cfg.chunk]
+                rows = (sample_questions(engine, task, chunk, prompts, cfg, further) if task
+                        else sample_turns(engine, tokenizer, chunk, prompts, cfg, further))
                 tokens += sum(row["tokens"] for row in rows)
                 part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
                 part.flush()
@@ -324,17 +384,30 @@ def _respond(cfg: InferConfig, turns: list[Turn], where: Dist) -> tuple[list[dic
     tokens = int(all_reduce_sum([tokens])[0])  # and every rank has written its part
     seconds = time.monotonic() - started
     rows = finish(cfg, prompts, where)
-    count = Counter(row["status"] for row in rows)
-    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples,
-                  **{status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")},
+    if task:
+        task.tools.close()
+    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples, **count_rows(rows, cfg.task),
                   "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
+
+
+def count_rows(rows: list[dict], task: str) -> dict[str, float]:
+    """Lines of each status; for questions the means of the answers' scores over all lines as well."""
+    count = Counter(row["status"] for row in rows)
+    if task == "rewrite":
+        return {status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")}
+    means = {name: sum(row["metric_score"][name] for row in rows) / len(rows) for name in ANSWER_METRICS}
+    means |= {name: sum(row[name] for row in rows) / len(rows) for name in ("well_formed", "searches")}
+    return {status: count[status] for status in (*END_STATES, "too_long")} | {k: round(v, 4) for k, v in means.items()}
 
 
 def check(cfg: InferConfig) -> None:
     """Raise ConfigError for settings that cannot work, before anything is loaded."""
-    for name in ("model", "turns", "out"):
+    source = "turns" if cfg.task == "rewrite" else "questions"
+    for name in ("model", source, "out"):
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; give {name}=…")
+    if cfg.task != "rewrite":
+        check_episode(cfg.episode, cfg.task)
     if os.path.isdir(cfg.out):
         raise ConfigError(f"out={cfg.out} is a folder; name a file to write")
     for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk"):
@@ -342,8 +415,8 @@ def check(cfg: InferConfig) -> None:
             raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
     if cfg.prompt == "few-shot" and not cfg.examples:
         raise ConfigError("prompt=few-shot needs examples=FILE")
-    if os.path.abspath(cfg.out) == os.path.abspath(cfg.turns):
-        raise ConfigError(f"out={cfg.out} is the turns file itself; choose another name")
+    if os.path.abspath(cfg.out) == os.path.abspath(getattr(cfg, source)):
+        raise ConfigError(f"out={cfg.out} is the {source} file itself; choose another name")
     Sampling(temperature=cfg.temperature, top_p=cfg.top_p)  # its errors
     check_engine(cfg.engine)
     if cfg.samples > 1 and cfg.temperature == 0:
@@ -353,10 +426,10 @@ def check(cfg: InferConfig) -> None:
 def main(cfg: InferConfig) -> dict | None:
     """Write `cfg.out`; returns counts per status, tokens/s and seconds (rank 0)."""
     check(cfg)
-    turns = data.read_turns(cfg.turns)
+    items = data.read_turns(cfg.turns) if cfg.task == "rewrite" else data.read_questions(cfg.questions)
     where = setup()
     try:
-        summary = respond(cfg, turns, where)[1]
+        summary = respond(cfg, items, where)[1]
         return summary if where.rank == 0 else None
     finally:
         cleanup()

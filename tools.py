@@ -26,6 +26,13 @@ import torch
 
 from config import ConfigError
 
+
+class ToolsAway(RuntimeError):
+    """The tools failed for everything that was asked of them: a technical failure, not bad input."""
+
+    exit_status = 1
+
+
 TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one class from Python 3.11 on
 
 
@@ -45,14 +52,17 @@ class Call:
 # ------------------------------------------------------------------------------------------------------- calls in text
 
 
-def parse_tool_calls(text: str, schemas: list[dict]) -> list[Call]:
+def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
     """The calls in a model's turn, those inside a think block left out; what cannot be called carries a note.
 
     Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one block are several
-    calls, and the last block may lack its closing tag.  `arguments` may be a JSON text.
+    calls, and the last block may lack its closing tag.  `arguments` may be a JSON text.  `bare`: without tags, what
+    begins at the first brace is a call.
     """
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     text = text.rpartition("</think>")[2]  # a block that the prompt opened
+    if bare and "<tool_call>" not in text:
+        return _read_block(text[text.index("{"):].strip(), schemas) if "{" in text else []
     calls = []
     for block in text.split("<tool_call>")[1:]:
         calls += _read_block(block.partition("</tool_call>")[0].strip(), schemas)
