@@ -23,9 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from distributed import decoder_layers
 from model import load_causal_lm, prepare_causal_lm
 
-PREFILL_TOKENS = 4096  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
+PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
+STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
+KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size, and with it its graphs
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
 CANDIDATES = 512  # most probable tokens looked at first for top_p; more are looked at where they don't reach it
 
@@ -228,41 +231,64 @@ def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | 
 
 
 class _KVCache:
-    """Keys and values of one running batch: those of the shared prefix once, those of each row in its own slot.
+    """Keys and values of the running batch: those of the shared prefix once, those of each row in its own slot.
 
-    A row's positions start at slot position 0 (padding is behind them), whatever the length of the others.
+    A row's positions start at slot position 0 (padding is behind them), whatever the length of the others. What a
+    decode step reads stays at its place for as long as the cache lives, so a CUDA graph of it can be replayed; `fused`:
+    its attention is decode_attention's kernel.
     """
 
-    def __init__(self, rows: int, capacity: int):
-        self.rows, self.capacity = rows, capacity
-        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (1, K, P, D) keys and values
+    def __init__(self, rows: int, capacity: int, prefix_capacity: int, device: torch.device, fused: bool):
+        self.rows, self.capacity, self.prefix_capacity, self.fused = rows, capacity, prefix_capacity, fused
+        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (K, prefix_capacity, D) keys and values
         self.slots: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (rows, K, capacity, D), made by the first prompt
-        self.lengths: list[int] = []  # positions in use, of the rows that run
-        self.prefix_length = 0
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # each row's newest token, not yet in its slot
+        self.at = torch.zeros(rows, dtype=torch.int64, device=device)  # positions in use of each slot
+        self.shared = torch.zeros((), dtype=torch.int64, device=device)  # prefix_length, where a kernel finds it
+        self.index = torch.arange(rows, device=device)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # rows → the captured step and its logits
+        self.begin(0)
 
-    def begin_prefix(self) -> None:
+    def begin(self, prefix_length: int) -> None:
+        """An empty batch, whose prompts share so many positions; the next pass computes these."""
+        self.lengths: list[int] = []  # positions in use, of the rows that run
+        self.prefix_length = prefix_length
+        self.shared.fill_(prefix_length)
         self.write = self._write_prefix
 
-    def begin_prompts(self, source: list[int], lengths: list[int], positions: int, device: torch.device) -> None:
+    def begin_prompts(self, source: list[int], lengths: list[int], positions: int) -> None:
         """The next pass computes U prompts padded to `positions`; new row i takes over prompt source[i]."""
+        device = self.at.device
         self.source, self.first = torch.tensor(source, device=device), len(self.lengths)
         self.lengths += [lengths[u] for u in source]
         causal = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
         self.mask = nn.functional.pad(causal, (self.prefix_length, 0), value=True)  # (S, P+S)
         self.write = self._write_prompts
 
-    def begin_step(self, device: torch.device) -> Tensor:
-        """The next pass computes one token a row; returns their positions (R, 1)."""
-        self.at = torch.tensor(self.lengths, device=device)
+    def begin_steps(self, tokens: list[int], running: list[bool], rows: int) -> None:
+        """The next passes compute one token a row, `rows` of them; those that don't run compute what nobody reads."""
+        self.lengths = [n if runs else 0 for n, runs in zip(self.lengths, running)]
+        unused = [0] * (rows - len(tokens))
+        state = torch.tensor([tokens + unused, self.lengths + unused], device=self.at.device)
+        self.tokens[:rows], self.at[:rows] = state[0], state[1]
+        self.write = self._write_fused if self.fused else self._write_step
+
+    def hide(self, rows: int) -> None:
+        """What the next step's rows must not see: (R, S) bool."""
+        places = torch.arange(max(self.lengths) + 1, device=self.at.device)
+        self.hidden = places > self.at[:rows, None]  # not there yet, or another's remains
+
+    def step_taken(self, tokens: Tensor) -> None:
+        """`tokens` (R,) were sampled: they are what the next step computes."""
+        self.tokens[: len(tokens)] = tokens
+        self.at += 1
         self.lengths = [n + 1 for n in self.lengths]
-        places = torch.arange(max(self.lengths), device=device)
-        self.hidden = places > self.at[:, None]  # (R, S) not there yet, or another's remains
-        self.index = torch.arange(len(self.lengths), device=device)
-        self.write = self._write_step
-        return self.at[:, None] + self.prefix_length
 
     def _write_prefix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        self.prefix[layer] = (k, v)
+        if layer not in self.prefix:
+            self.prefix[layer] = tuple(x.new_empty(x.shape[1], self.prefix_capacity, x.shape[3]) for x in (k, v))
+        for stored, x in zip(self.prefix[layer], (k, v)):
+            stored[:, : x.shape[2]] = x[0]
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
     def _write_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -271,28 +297,45 @@ class _KVCache:
         joined = slice(self.first, len(self.lengths))
         for slot, x in zip(self.slots[layer], (k, v)):
             slot[joined, :, : x.shape[2]] = x[self.source]
-        self.slots[layer][1][joined, :, k.shape[2] :] = 0  # a weight of 0 does not hide a NaN that was left there
-        if self.prefix_length:
-            k, v = (torch.cat([p.expand(len(k), -1, -1, -1), x], dim=2) for p, x in zip(self.prefix[layer], (k, v)))
+        if not self.fused:
+            self.slots[layer][1][joined, :, k.shape[2] :] = 0  # a weight of 0 does not hide a NaN that was left there
+        if not self.prefix_length:
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        k, v = (
+            torch.cat([p[None, :, : self.prefix_length].expand(len(x), -1, -1, -1), x], dim=2)
+            for p, x in zip(self.prefix[layer], (k, v))
+        )
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=True)
+
+    def _write_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        from decode_attention import decode_attention
+
+        if layer not in self.prefix:  # nothing is shared so far
+            self.prefix[layer] = tuple(x.new_empty(x.shape[1], self.prefix_capacity, x.shape[3]) for x in (k, v))
+        return decode_attention(q, k, v, self.slots[layer], self.prefix[layer], self.at, self.shared, scale)
 
     def _write_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one query a row: the W query heads of a key/value head become W queries, nothing is repeated."""
         (rows, heads, _, d), n_kv = q.shape, k.shape[1]
         own_k, own_v = self.slots[layer]
-        own_k[self.index, :, self.at], own_v[self.index, :, self.at] = k[:, :, 0], v[:, :, 0]
+        index, at = self.index[:rows], self.at[:rows]
+        own_k[index, :, at], own_v[index, :, at] = k[:, :, 0], v[:, :, 0]
         own_k, own_v = (x[:rows, :, : self.hidden.shape[1]] for x in (own_k, own_v))
         q = q.view(rows, n_kv, heads // n_kv, d) * scale
         scores = (q @ own_k.transpose(2, 3)).masked_fill_(self.hidden[:, None, None], float("-inf"))  # (R, K, W, S)
         if not self.prefix_length:
             return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ own_v).view(rows, heads, 1, d)
-        prefix_k, prefix_v = (x[0] for x in self.prefix[layer])  # (K, P, D)
+        prefix_k, prefix_v = (x[:, : self.prefix_length] for x in self.prefix[layer])  # (K, P, D)
         folded = q.transpose(0, 1).reshape(n_kv, -1, d)  # all rows' queries against the one prefix: (K, R*W, D)
         shared = (folded @ prefix_k.transpose(1, 2)).view(n_kv, rows, -1, self.prefix_length).transpose(0, 1)
         weights = torch.cat([shared, scores], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)  # (R, K, W, P+S)
         shared = weights[..., : self.prefix_length].transpose(0, 1).reshape(n_kv, -1, self.prefix_length) @ prefix_v
         out = weights[..., self.prefix_length :] @ own_v + shared.view(n_kv, rows, -1, d).transpose(0, 1)
         return out.reshape(rows, heads, 1, d)
+
+    def bytes(self) -> int:
+        """What the keys and values take."""
+        return sum(x.nbytes for pairs in (self.slots, self.prefix) for pair in pairs.values() for x in pair)
 
     def keep(self, kept: list[int]) -> list[int]:
         """Drop all rows but `kept`; returns the order in which they now stand. Moves no more rows than were dropped."""
@@ -302,13 +345,15 @@ class _KVCache:
             order[hole] = last
         if holes:
             used = max(self.lengths)
+            to, source = torch.tensor([holes, tail], device=self.at.device)
             for slots in self.slots.values():
                 for slot in slots:
-                    slot[holes, :, :used] = slot[tail, :, :used]
+                    slot[to, :, :used] = slot[source, :, :used]
         self.lengths = [self.lengths[i] for i in order]
         return order
 
 
+@torch.compiler.disable  # a compiled layer calls it as it is: a layer's number in the code would compile each anew
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -333,24 +378,35 @@ def _attention(
 AttentionInterface.register("rollout", _attention)
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+    kinds: tuple[bool, bool, bool] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution at `uniform`; greedy where the temperature is 0.
 
     logits (R, V) float32, temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64, logprobs
     (R,) float32: log_softmax(logits / temperature) (temperature 1 for greedy rows), renormalised over the kept tokens
     where top_p < 1. A row with NaN or +infinite logits has a NaN log-probability and a meaningless id. A token of
     probability 0 is never drawn.
+    `kinds`: whether any row is greedy, any is drawn, any is drawn with top_p < 1; None looks, for which a GPU has to
+    be waited for.
     """
     greedy = temperature == 0
+    if kinds is None:
+        kinds = bool(greedy.any()), not bool(greedy.all()), bool(((top_p < 1) & ~greedy).any())
+    some_greedy, some_drawn, some_nucleus = kinds
     logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)  # (R, V); one NaN makes a row NaN
-    if bool(greedy.any()):
+    if some_greedy:
         ids = logp.argmax(-1)
-    if not bool(greedy.all()):
+    if some_drawn:
         drawn = _invert(logp.exp(), uniform)
-        ids = torch.where(greedy, ids, drawn) if bool(greedy.any()) else drawn
+        ids = torch.where(greedy, ids, drawn) if some_greedy else drawn
     logprobs = logp.gather(-1, ids[:, None]).squeeze(-1)
-    nucleus = ((top_p < 1) & ~greedy).nonzero().squeeze(-1)  # rows
-    if len(nucleus):
+    if some_nucleus:
+        nucleus = ((top_p < 1) & ~greedy).nonzero().squeeze(-1)  # rows
         ids[nucleus], logprobs[nucleus] = _sample_nucleus(logp[nucleus], top_p[nucleus], uniform[nucleus])
     return ids, logprobs
 
@@ -364,7 +420,7 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     rows, size = probabilities.shape
     blocks = nn.functional.pad(probabilities, (0, -size % BLOCK)).view(rows, -1, BLOCK)
     block, uniform = _first_above(blocks.sum(-1).double(), uniform)
-    token, _ = _first_above(blocks[torch.arange(rows, device=block.device), block].double(), uniform)
+    token, _ = _first_above(blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double(), uniform)
     return (block * BLOCK + token).clamp_(max=size - 1)  # the clamp matters for NaN weights only
 
 
@@ -421,6 +477,10 @@ class TorchEngine:
     `eos_ids`: every id that ends a response (lists of a generation config included). `pad_id` fills unused positions
     and is never looked at. `tokenizer` is needed for stop strings only. `max_batch` rows run at the same time.
     `max_length` tokens of a prompt and its response at most (None: as many as the model has positions).
+
+    On a GPU a decode step is replayed as a CUDA graph, for 8, 16, 32, … rows, and the host looks at what was
+    sampled every STEPS steps; `graphs` False leaves that out. `compiled`: the decoder layers of the graph go through
+    torch.compile (some 20 s once; fewer, larger kernels).
     """
 
     def __init__(
@@ -431,6 +491,8 @@ class TorchEngine:
         tokenizer=None,
         max_batch: int = 64,
         max_length: int | None = None,
+        graphs: bool | None = None,
+        compiled: bool = False,
     ):
         vocabulary = model.get_input_embeddings().num_embeddings
         eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
@@ -449,6 +511,12 @@ class TorchEngine:
         self.max_length = min((x for x in limits if x), default=1 << 30)  # no window slides: sequences end before it
         self.gap_limit = 0.02 if next(model.parameters()).dtype == torch.float32 else 0.3  # see check_engine_gap
         self.stats = GenerateStats()
+        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        self.steps = STEPS if self.graphs else 1
+        if compiled and self.graphs:
+            for layer in decoder_layers(model):
+                layer.compile(dynamic=True)
+        self._cache: _KVCache | None = None
         self._asleep, self._half_copied = False, False
 
     @property
@@ -540,35 +608,49 @@ class TorchEngine:
         rows = min(self.max_batch, total)
         shared = _common_prefix([p for p, _ in groups])
         longest = max(len(p) - shared + max(r.sampling.max_tokens for r in requests) for p, requests in groups)
-        cache = _KVCache(rows, longest)
+        cache = self._reserve(self._bucket(rows), longest + self.steps, shared)
         if shared:
-            cache.begin_prefix()
+            cache.begin(shared)
             self._hidden([groups[0][0][:shared]], torch.arange(shared, device=self.device)[None], cache)
-            cache.prefix_length = shared
             self.stats.prompt_tokens += shared
         if len(groups) == 1:  # may be larger than the batch: cut it
             prompt, requests = groups[0]
             groups = [(prompt, requests[i : i + rows]) for i in range(0, total, rows)]
-        active: list[_Request] = []
+        active: list[_Request] = []  # the batch's rows; those that have ended leave once that makes it smaller
         while groups or active:
+            running = [i for i, r in enumerate(active) if not r.rollout.end]
             # Joining is worth a pass of its own once a quarter of the batch is free.
-            if groups and rows - len(active) >= min(max(len(groups[0][1]), rows // 4), rows):
+            joins = groups and rows - len(running) >= min(max(len(groups[0][1]), rows // 4), rows)
+            if joins or self._bucket(len(running)) < self._bucket(len(active)):
+                active = [active[i] for i in cache.keep(running)]
+            if joins:
                 logits, joined = self._join(groups, rows - len(active), cache)
-                stay = self._sample(logits, joined)
-                cache_rows = list(range(len(active))) + [len(active) + i for i in stay]
-                active = self._keep(active + joined, cache_rows, cache)
-            if not active:
-                continue
-            positions = cache.begin_step(self.device)
-            last = [[r.rollout.response_ids[-1]] for r in active]
-            stay = self._sample(self._logits(self._hidden(last, positions, cache)[:, 0]), active)
-            self.stats.steps += 1
-            if len(stay) < len(active) or self.stats.steps % 16 == 0:
-                report()
-            active = self._keep(active, stay, cache)
+                self._sample(joined, lambda step: logits, 1)
+                active += joined
+            elif active:
+                steps, alive = self.stats.steps, [r for r in active if not r.rollout.end]
+                self._decode(active, cache)
+                if self.stats.steps // 16 > steps // 16 or any(r.rollout.end for r in alive):
+                    report()
 
-    def _keep(self, active: list[_Request], stay: list[int], cache: _KVCache) -> list[_Request]:
-        return active if len(stay) == len(active) else [active[i] for i in cache.keep(stay)]
+    def _bucket(self, rows: int) -> int:
+        """Rows that a step computes for so many: a graph serves 8, 16, 32, …; without graphs as many as there are."""
+        return max(8, 1 << (rows - 1).bit_length()) if self.graphs and rows else rows
+
+    def _reserve(self, rows: int, capacity: int, prefix: int) -> _KVCache:
+        """An empty cache of at least this size; with graphs the one that is there, if it is large enough."""
+        if not self.graphs:
+            return _KVCache(rows, capacity, prefix, self.device, fused=False)
+        capacity, prefix = (-(-n // 64) * 64 for n in (capacity, max(1, prefix)))
+        have = self._cache
+        if have is None or have.rows < rows or have.capacity < capacity or have.prefix_capacity < prefix:
+            if have is not None:  # grow only, or two kinds of calls would throw out each other's
+                rows, capacity = max(rows, have.rows), max(capacity, have.capacity)
+                prefix = max(prefix, have.prefix_capacity)
+            have = self._cache = None  # freed before the new one is made
+            self._cache = _KVCache(rows, capacity, prefix, self.device, fused=True)
+        self._cache.begin(0)
+        return self._cache
 
     def _join(
         self, groups: list[tuple[tuple[int, ...], list[_Request]]], free: int, cache: _KVCache
@@ -588,7 +670,7 @@ class TorchEngine:
             part, taken = taken[: max(1, PREFILL_TOKENS // width)], taken[max(1, PREFILL_TOKENS // width) :]
             source = [u for u, (_, requests) in enumerate(part) for _ in requests]
             lengths = [len(p) for p, _ in part]
-            cache.begin_prompts(source, lengths, width, self.device)
+            cache.begin_prompts(source, lengths, width)
             ids = [p + [self.pad_id] * (width - len(p)) for p, _ in part]
             positions = torch.arange(width, device=self.device)[None] + cache.prefix_length
             hidden = self._hidden(ids, positions.expand(len(part), -1), cache)
@@ -602,43 +684,110 @@ class TorchEngine:
         """(B, S) ids at (B, S) positions → (B, S, hidden size) last hidden states; keys and values go to the cache."""
         tokens = torch.tensor(ids, device=self.device)
         decoder = self.model.get_decoder()
-        return decoder(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
+        with torch.compiler.set_stance("force_eager"):  # prompts have many shapes
+            return decoder(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden size) → (R, V) float32."""
         return self.model.get_output_embeddings()(hidden).float()
 
-    def _sample(self, logits: Tensor, requests: list[_Request]) -> list[int]:
-        """Append one token to every request; returns the indices of those that go on."""
-        options = torch.tensor([[r.sampling.temperature, r.sampling.top_p] for r in requests], device=self.device)
-        uniform = torch.tensor([r.draws.random() for r in requests], dtype=torch.float64, device=self.device)
-        ids, logprobs = sample_tokens(logits, options[:, 0], options[:, 1], uniform)
-        stay = []
-        for i, (r, token, logprob) in enumerate(zip(requests, ids.tolist(), logprobs.tolist())):
-            out = r.rollout
+    def _decode(self, active: list[_Request], cache: _KVCache) -> None:
+        """The next STEPS tokens of every row of the batch (fewer where none wants so many, one without graphs)."""
+        wanted = max(r.sampling.max_tokens - len(r.rollout.response_ids) for r in active if not r.rollout.end)
+        rows, steps = self._bucket(len(active)), min(self.steps, wanted)
+        tokens = [r.rollout.response_ids[-1] if not r.rollout.end else self.pad_id for r in active]
+        cache.begin_steps(tokens, [not r.rollout.end for r in active], rows)
+        self._sample(active, lambda step: self._step(cache, rows)[: len(active)], steps, cache)
+        self.stats.steps += steps
+
+    def _step(self, cache: _KVCache, rows: int) -> Tensor:
+        """Logits (rows, V) behind the cache's newest tokens; the same computation run, or captured and replayed."""
+
+        def compute() -> Tensor:
+            decoder = self.model.get_decoder()
+            hidden = decoder(
+                input_ids=cache.tokens[:rows, None],
+                position_ids=(cache.at[:rows] + cache.shared)[:, None],
+                use_cache=False,
+                kv=cache,
+            ).last_hidden_state
+            return self._logits(hidden[:, 0])
+
+        if not cache.fused:
+            cache.hide(rows)
+        return self._replay(cache, rows, compute) if self.graphs else compute()
+
+    def _replay(self, cache: _KVCache, rows: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` returns, through the cache's graph for so many rows, which is captured at its first use."""
+        if rows not in cache.graphs:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):  # whatever a first run sets up; it writes what the replay will write again
+                    compute()
+            torch.cuda.current_stream().wait_stream(side)
+            pool = next(iter(cache.graphs.values()))[0].pool() if cache.graphs else None
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the card
+                logits = compute()
+            cache.graphs[rows] = graph, logits
+        graph, logits = cache.graphs[rows]
+        graph.replay()
+        return logits
+
+    def _sample(
+        self,
+        requests: list[_Request],
+        logits: Callable[[int], Tensor],
+        steps: int,
+        cache: _KVCache | None = None,
+    ) -> None:
+        """Append `steps` tokens to every request that has not ended, and note which end where.
+
+        logits(step) → (R, V); the tokens of a step go into the cache, and to the host all at once.
+        """
+        options = [[r.sampling.temperature, r.sampling.top_p] for r in requests]
+        kinds = (
+            any(t == 0 for t, _ in options), any(t > 0 for t, _ in options), any(t > 0 and p < 1 for t, p in options)
+        )
+        draws = [[r.draws.random() for _ in range(steps)] for r in requests]
+        options = torch.tensor(options, device=self.device)
+        uniform = torch.tensor(draws, dtype=torch.float64, device=self.device)
+        ids, logprobs = [], []
+        for step in range(steps):
+            sampled = sample_tokens(logits(step), options[:, 0], options[:, 1], uniform[:, step], kinds)
+            ids.append(sampled[0])
+            logprobs.append(sampled[1])
+            if cache is not None:
+                cache.step_taken(sampled[0])
+        for r, own_ids, own in zip(requests, torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist()):
+            if not r.rollout.end:
+                self._append(r, own_ids, own)
+
+    def _append(self, r: _Request, ids: list[int], logprobs: list[float]) -> None:
+        """Append sampled tokens up to the first at which the response ends."""
+        out, before = r.rollout, len(r.rollout.response_ids)
+        stops = bool(r.sampling.stop) and self._stopped(r, out.response_ids + ids, r.stop_window + len(ids))
+        for token, logprob in zip(ids, logprobs):
             if math.isnan(logprob):  # what came out of the model is no distribution
                 out.end = "engine_error"
-                continue
-            self.stats.sampled_tokens += 1
+                break
             out.response_ids.append(token)
             out.logprobs.append(logprob)
             out.loss_mask.append(1)
             if token in self.eos_ids:
                 out.end = "eos"
-            elif r.sampling.stop and self._stopped(r):
+            elif stops and self._stopped(r, out.response_ids, r.stop_window):
                 out.end = "stop"
             elif len(out.response_ids) == r.sampling.max_tokens:
                 out.end = "length"
-            else:
-                stay.append(i)
-        return stay
+            if out.end:
+                break
+        self.stats.sampled_tokens += len(out.response_ids) - before
 
-    def _stopped(self, request: _Request) -> bool:
-        text = self.tokenizer.decode(
-            request.rollout.response_ids[-request.stop_window :],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
+    def _stopped(self, request: _Request, ids: list[int], window: int) -> bool:
+        """Whether the text of the last `window` ids holds a stop string."""
+        text = self.tokenizer.decode(ids[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(stop in text for stop in request.sampling.stop)
 
     # ---- weights and memory
@@ -683,9 +832,11 @@ class TorchEngine:
         self._half_copied = False
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake`. (No cache outlives a call.)"""
+        """Give memory back for training; `generate` refuses until `wake`. The weights and a small cache stay."""
         self._asleep = True
         if self.device.type == "cuda":
+            if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
+                self._cache = None
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
