@@ -30,7 +30,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+                                    register_fsdp_forward_method)
 from torch.distributed.tensor import DTensor
 
 
@@ -137,19 +138,25 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
-def shard_model(model: nn.Module, where: Dist, bf16: bool = False) -> nn.Module:
+def shard_model(model: nn.Module, where: Dist, bf16: bool = False, gather_once: bool = False,
+                cpu_offload: bool = False) -> nn.Module:
     """FSDP2 over all ranks, a unit per decoder layer and one for the rest (tied embeddings stay one parameter).
 
     Parameters stay shards of the dtype they have (float32 where they are trained; the frozen base of a LoRA adapter may
     be bfloat16); with `bf16` they are cast for compute and gradients are reduced in float32.
     Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
+    `gather_once`: a layer's weights, once cast and gathered for a forward pass, stay until a backward pass for which
+    `set_reshard_after_backward(True)` holds, or `give_back`: 2 bytes a parameter, and no traffic between micro-batches.
+    `cpu_offload`: shards, their gradients and the optimizer's moments rest in (pinned) host memory.
     """
     mesh = init_device_mesh(where.device.type, (where.world,))
     types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
     policy = MixedPrecisionPolicy(**types)
+    offload = CPUOffloadPolicy(pin_memory=where.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    model.compute_place = where.device, torch.bfloat16 if bf16 else next(model.parameters()).dtype
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not gather_once)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if hasattr(model, "logprobs_forward"):
         register_fsdp_forward_method(model, "logprobs_forward")
     return model
@@ -174,13 +181,21 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     After a forward pass without a backward pass FSDP keeps the root's parameters whole, under the same names.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    give_back(model)
     yield from model.named_parameters()
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def give_back(model: nn.Module) -> None:
+    """Free weights that were gathered for a pass: each rank has its shards alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective.
+
+    With `dtype` they are cast to it, the shards before they are gathered.
 
     Of a layer with a LoRA adapter W + scaling · B·A, in float32, each time from the frozen W as it was loaded: nothing
     is added to it and taken off again, so it never drifts.
@@ -189,8 +204,12 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                if hasattr(module, "lora_A")}
     for name, parameter in _named_parameters(model):
         if ".lora_" not in name:
-            value = full_tensor(parameter.detach())
-            yield clean_name(name), _merged(value, adapted[name]) if name in adapted else value
+            shard = parameter.detach()
+            if name in adapted:
+                value = _merged(full_tensor(shard), adapted[name])
+                yield clean_name(name), value if dtype is None else value.to(dtype)
+            else:
+                yield clean_name(name), full_tensor(shard if dtype is None else shard.to(dtype))
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:

@@ -3,8 +3,8 @@
 Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; GRPO: arXiv 2402.03300).  Differs from
 the paper or its code in (the field in brackets gives the original's behaviour back, where a study needs it):
  1. one strict parser decides what is well formed, in reward, warm-up filter and inference  [parser: paper]
- 2. the loss is one sum over trained tokens / one global count, so it depends neither on the micro-batch size nor on
-    the number of processes; the original averages means of micro-batches
+ 2. the loss is one sum over trained tokens / one global count, so it depends neither on the micro-batches nor on the
+    number of processes; the original averages means of micro-batches
  3. a group of equal rewards has advantages of exactly zero  [scale_by_std: false leaves the division by std out]
  4. beyond d = kl_limit the k3 estimator goes on as a straight line: it keeps pulling and stays finite; the original
     clamps the result at 10, which ends the pull at d = 2.6 and gives NaN beyond 88.7
@@ -20,8 +20,8 @@ The README's list goes beyond training: inference, metrics, prompts.
     python grpo.py --config configs/demo-grpo.yaml                             # one process
     torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml …      # many: same batch, same loss
 
-Read it from `main` at the bottom upwards: main → train_step → sample_step, training_batch, update → policy_loss → the
-mathematics at the top.
+Read it from `main` at the bottom upwards: main → train_step → sample_step, training_batch, plan_updates, update →
+policy_loss → the mathematics at the top.
 
 Shapes: N prompts per step, G group size, B sequences, T predicted positions.
 """
@@ -33,7 +33,9 @@ import math
 import os
 import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -44,10 +46,13 @@ import data
 import distributed as D
 import infer
 import model as M
-from evaluate import evaluate_run
+from episode import (AgentTask, Episode, EpisodeConfig, SearchTask, answer_means, check_episode, episode_figures,
+                     episode_reward, open_task, run_episodes)
+from evaluate import evaluate_run, read_qrels
 from retriever import RetrieverConfig, open_retriever
 from reward import Parsed, parse_response, score_rewrite
-from rollout import Rollout, RolloutBatch, Sampling, TorchEngine, collate_rollouts
+from rollout import (EngineConfig, Rollout, RolloutBatch, Sampling, TorchEngine, check_engine, check_engine_gap,
+                     collate_rollouts, open_engine)
 
 # ============================================ the mathematics: from here to the configuration this block copies out;
 # it needs `import math`, `import torch` and `from torch import Tensor`.
@@ -137,16 +142,22 @@ def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> 
 
 @dataclass
 class GRPOConfig:
+    task: Literal["rewrite", "search", "agent"] = "rewrite"
+    """what a response is: a rewritten question, or an episode that searches and answers (episode.py)"""
     model: str = ""
     """policy to start from, and the frozen KL reference: the warm-up's output; a Hugging Face folder or hub name"""
     train: str = ""
-    """training turns (JSONL)"""
+    """training turns (JSONL); for search and agent questions"""
     dev: str = ""
-    """held-out turns for validation (JSONL); empty: no validation"""
+    """held-out turns or questions for validation (JSONL); empty: no validation"""
+    qrels: list[str] = field(default_factory=list)
+    """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and metrics; may be empty"""
     out: str = "runs/grpo"
     """run folder: config.yaml, metrics.jsonl, rollouts/, checkpoint_*/, best/, final/"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """the search engine whose ranks are the reward"""
+    """the search engine whose ranks are the reward; search, agent: what episodes search, its `corpus` is shown"""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """search, agent: budgets, form and reward of an episode"""
     seed: int = 0
     """order of the turns and sampling; with a step and a prompt it determines every draw"""
     steps: int | None = None
@@ -162,7 +173,8 @@ class GRPOConfig:
     max_prompt_tokens: int = 1536
     """longer prompts are left out and counted"""
     max_response_tokens: int = 1024
-    """sampling stops here; such a response is trained on with whatever reward it earns"""
+    """sampling stops here; such a response is trained on with whatever reward it earns; search, agent: the episode's
+    budget, what is shown to the model included"""
     reward: Literal["rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10",
                     "recall@100"] = "rank_incentive"
     """what a rank is worth (reward.REWARDS); the alternatives are the paper's ablation"""
@@ -194,12 +206,22 @@ class GRPOConfig:
     """how token losses add up (grpo.aggregate)"""
     importance_cap: float | None = None
     """weight each token by min(π_trainer / π_engine, cap); null: not weighted, the difference is logged all the same"""
-    micro_batch_size: int = 8
-    """sequences per forward pass and process: memory and speed only, never the result"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, a third more work"""
-    engine_batch: int = 256
-    """sequences the engine decodes together"""
+    micro_batch_tokens: int = 8192
+    """tokens per forward pass and process, a group's prompt counted once: memory and speed only, never the result"""
+    gradient_checkpointing: float = 0.0
+    """share of the decoder layers, evenly spread, that recompute their activations in the backward pass: less memory,
+    up to a third more work; raise it where micro_batch_tokens of one long group do not fit"""
+    compile: bool = True
+    """on a GPU: decoder layers and head through torch.compile (a minute or two in the first step)"""
+    gather_once: bool = True
+    """hold the cast and gathered weights for a whole update (2 bytes a parameter) instead of making them again in every
+    forward and backward pass"""
+    cpu_offload: Literal["none", "reference", "all"] = "none"
+    """what rests in host memory between uses: the reference, or with all also weights, gradients and AdamW's moments"""
+    lora: M.LoRAConfig = field(default_factory=M.LoRAConfig)
+    """train an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """what samples the responses"""
     validate_every: int = 20
     """steps between validations (greedy, whole `dev`); the first is before step 1, one more at the end"""
     save_every: int = 100
@@ -209,7 +231,7 @@ class GRPOConfig:
     stop_on_collapse: bool = True
     """stop (status 3) when format rate, reward, entropy or KL show that the policy has collapsed"""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of best/ and final/"""
+    """dtype of best/ and final/; with `lora` they hold the adapter, float32, in PEFT's format"""
 
 
 class Stopped(RuntimeError):
@@ -237,8 +259,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
          f"updates_per_batch={cfg.updates_per_batch} must lie between 1 and the {sequences} sequences of a process")
     need(0 < cfg.temperature < math.inf,
          f"temperature={cfg.temperature}: training samples need a finite temperature above 0")
-    for key in ("micro_batch_size", "max_response_tokens", "max_prompt_tokens", "engine_batch", "validate_every",
-                "save_every", "keep_checkpoints", "epochs"):
+    for key in ("micro_batch_tokens", "max_response_tokens", "max_prompt_tokens", "validate_every", "save_every",
+                "keep_checkpoints", "epochs"):
         need(getattr(cfg, key) >= 1, f"{key}={getattr(cfg, key)} must be at least 1")
     need(cfg.steps is None or cfg.steps >= 1, f"steps={cfg.steps} must be at least 1, or null for whole epochs")
     for key in ("lr", "max_grad_norm", "kl_limit"):
@@ -247,6 +269,15 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         need(getattr(cfg, key) >= 0, f"{key}={getattr(cfg, key)} must be at least 0")
     for key in ("lr", "kl_limit", "kl_coef", "weight_decay", "entropy_coef", "malformed_reward"):
         need(math.isfinite(getattr(cfg, key)), f"{key}={getattr(cfg, key)} must be finite")
+    need(0 <= cfg.gradient_checkpointing <= 1, f"gradient_checkpointing={cfg.gradient_checkpointing} is a share of the "
+                                               "layers: from 0 (none) to 1 (all)")
+    check_engine(cfg.engine)
+    if cfg.task != "rewrite":
+        check_episode(cfg.episode, cfg.task)
+        need(cfg.episode.gold_reward == "none" or bool(cfg.qrels), f"episode.gold_reward={cfg.episode.gold_reward} needs "
+                                                                   "the gold passages: give qrels=[FILE, …]")
+    need(cfg.lora.dropout == 0, f"lora.dropout={cfg.lora.dropout}: with dropout the trainer's log-probabilities are not "
+                                "those of the policy that sampled, and the ratio is noise; set lora.dropout=0")
     need(0 < cfg.clip_eps < 1, f"clip_eps={cfg.clip_eps} must lie between 0 and 1")
     need(cfg.importance_cap is None or cfg.importance_cap >= 1,
          f"importance_cap={cfg.importance_cap} must be at least 1, or null")
@@ -260,9 +291,10 @@ class Score:
     """What one response earned.  reward is None when the rollout failed for a technical reason and is left out."""
 
     text: str
-    parsed: Parsed
+    parsed: Parsed | None  # of a rewrite
     rank: int | None
     reward: float | None
+    figures: dict = field(default_factory=dict)  # of an episode: episode.episode_figures
 
 
 def step_turns(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
@@ -311,117 +343,190 @@ def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, t
     return scores
 
 
-def policy_loss(policy, reference, batch: RolloutBatch, old_logprobs: Tensor | None, cfg: GRPOConfig,
-                denominator: float) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch (its share of the step's loss) and sums over its trained tokens for the log.
+def score_episodes(run: Run, episodes: list[Episode], questions: list[data.Question]) -> list[Score]:
+    """Answers and what was retrieved, as rewards.  `questions[i]` belongs to episodes of group_id i."""
+    asked = [questions[e.group_id] for e in episodes]
+    return [Score(e.text, None, None, episode_reward(e, q, run.task, run.golds.get(q.id, ())),
+                  episode_figures(e, q, run.task, run.golds.get(q.id, ()))) for e, q in zip(episodes, asked)]
 
-    old_logprobs (B, T): of the policy that sampled; None where that is the policy as it stands, the ratio exactly 1.
+
+def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
+    """The scores of rollouts of turns or of questions; `items[i]` belongs to rollouts of group_id i."""
+    if run.task is not None:
+        return score_episodes(run, rollouts, items)
+    return score_rollouts(rollouts, items, run.retriever, run.tokenizer, run.cfg)
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward pass takes, on the device.  b sequences of the batch, T positions of the longest."""
+
+    rows: list[int]  # which of the batch they are; none where this rank only keeps the others company
+    part: RolloutBatch  # (b, …)
+    packed: M.Packed  # the same tokens, laid out
+    ref_logprobs: Tensor | None = None  # (b, T) of the reference
+    old_logprobs: Tensor | None = None  # (b, T) of the policy that sampled; None where that is the policy as it stands
+
+
+def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
+    """`rows` cut into pieces of at most `budget` tokens (at least one sequence each), counted as they are laid out.
+
+    Groups stay together where they fit, so that their prompt is computed once; pieces are filled with the longest
+    groups first, each where there is room.
     """
-    mask = batch.loss_mask.bool()  # (B, T), as all per-token tensors here
-    inputs = dict(tokens=batch.tokens, attention_mask=batch.attention_mask, temperature=cfg.temperature, positions=mask,
-                  groups=(batch.prompt_lengths, batch.group_ids))  # the prompt of a group is computed once
+    lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
+    groups: dict[int, list[int]] = {}
+    for row, group in zip(rows, batch.group_ids[rows].tolist()):
+        groups.setdefault(group, []).append(row)
+    tokens = batch.tokens.numpy()
+    common = M.common_beginning([tokens[g[0], :prompts[g[0]]] for g in groups.values()]) if groups else 0
+    whole: list[tuple[int, list[int]]] = []  # tokens beside the common beginning, rows of one group
+    for members in groups.values():
+        for row in members:
+            own = lengths[row] - 1 - prompts[row]
+            if row == members[0] or common + whole[-1][0] + own > budget:
+                whole.append((prompts[row] - common, []))
+            whole[-1] = whole[-1][0] + own, whole[-1][1] + [row]
+    pieces: list[tuple[int, list[int]]] = []
+    for size, members in sorted(whole, key=lambda w: -w[0]):
+        at = next((i for i, (used, _) in enumerate(pieces) if used + size <= budget), None)
+        if at is None:
+            pieces.append((common, []))
+            at = len(pieces) - 1
+        pieces[at] = pieces[at][0] + size, pieces[at][1] + members
+    return [members for _, members in pieces]
+
+
+def plan_updates(policy, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) -> list[list[MicroBatch]]:
+    """The batch (on the CPU) as `updates_per_batch` optimizer steps of micro-batches, as many on every rank.
+
+    Everyone joins every collective: with a sequence that trains nothing where there is nothing else to do.
+    """
+    plans = []
+    for share in torch.arange(len(batch)).tensor_split(cfg.updates_per_batch):
+        pieces = micro_batch_rows(batch, share.tolist(), cfg.micro_batch_tokens)
+        pieces += [[]] * (max(1, *D.gather_objects(len(pieces))) - len(pieces))
+        plan = []
+        for rows in pieces:
+            part = batch.select(torch.tensor(rows or [0]))
+            if not rows:
+                part = replace(part, tokens=part.tokens[:, :2], attention_mask=part.attention_mask[:, :2],
+                               loss_mask=torch.zeros(1, 1), logprobs=torch.zeros(1, 1),
+                               prompt_lengths=torch.ones(1, dtype=torch.int64))
+            packed = M.pack(policy, part.tokens, part.attention_mask, part.loss_mask, (part.prompt_lengths, part.group_ids))
+            plan.append(MicroBatch(rows, part.to(where.device), packed))
+        plans.append(plan)
+    return plans
+
+
+@torch.no_grad()
+def add_reference(reference, plans: list[list[MicroBatch]], temperature: float) -> None:
+    """Fill in the reference's log-probabilities, in one pass over everything."""
+    with M.starting_weights(reference):  # with LoRA the reference is the policy itself, its adapter off
+        for micro in (m for plan in plans for m in plan):
+            micro.ref_logprobs = M.packed_logprobs(reference, micro.packed, temperature)
+    D.give_back(reference)
+
+
+def add_advantages(plans: list[list[MicroBatch]], advantages: list[float | None]) -> None:
+    """Fill in the advantages of the batch's sequences; one whose advantage is None (its search failed) is not trained."""
+    for micro in (m for plan in plans for m in plan if m.rows):
+        values = [advantages[row] for row in micro.rows]
+        micro.part.advantages.copy_(torch.tensor([v or 0.0 for v in values]))
+        micro.part.loss_mask[[i for i, v in enumerate(values) if v is None]] = 0.0
+
+
+SUMS = ("tokens", "kl", "clipped", "entropy", "engine_gap", "start_gap", "loss")
+
+
+def policy_loss(policy, micro: MicroBatch, cfg: GRPOConfig, denominator: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of one micro-batch (its share of the step's loss); sums for the log, (len(SUMS),) float64, over its
+    trained tokens; and the largest difference to the engine's log-probabilities, ().  Nothing waits for the device."""
+    part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
-        logprobs, entropy = M.token_logprobs(policy, **inputs, with_entropy=True)
+        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature, with_entropy=True)
     else:
-        logprobs, entropy = M.token_logprobs(policy, **inputs), None
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    per_token, clipped = clipped_policy_loss(logprobs, old, batch.advantages, cfg.clip_eps)
+        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature), None
+    old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+    per_token, clipped = clipped_policy_loss(logprobs, old, part.advantages, cfg.clip_eps)
     if cfg.importance_cap is not None:
-        per_token = per_token * truncated_importance(old, batch.logprobs, cfg.importance_cap)
-    kl = torch.zeros_like(per_token)
-    if reference is not None:
-        with torch.no_grad():
-            ref = M.token_logprobs(reference, **inputs)
-        kl = low_var_kl(logprobs, ref, cfg.kl_limit)
+        per_token = per_token * truncated_importance(old, part.logprobs, cfg.importance_cap)
+    kl = start_gap = torch.full_like(per_token, math.nan)  # without a reference KL is not 0, but unknown
+    if micro.ref_logprobs is not None:
+        start_gap = (micro.ref_logprobs - part.logprobs).abs()
+        kl = low_var_kl(logprobs, micro.ref_logprobs, cfg.kl_limit)
         per_token = per_token + cfg.kl_coef * kl
     if entropy is not None:
         per_token = per_token - cfg.entropy_coef * entropy
     loss = aggregate(per_token, mask, cfg.loss_mode, denominator)
     with torch.no_grad():
-        gap = (old - batch.logprobs).abs()[mask]
-        measured = float(kl[mask].sum()) if reference is not None else math.nan  # without a reference KL is not 0, but unknown
-        sums = {"tokens": float(mask.sum()), "kl": measured, "clipped": float(clipped[mask].sum()),
-                "entropy": -float(logprobs[mask].sum()), "engine_gap": float(gap.sum()),
-                "engine_gap_max": float(gap.max()) if gap.numel() else 0.0, "loss": float(loss)}
-    return loss, sums
+        gap = torch.where(mask, (old - part.logprobs).abs(), 0.0)
+        summed = [torch.where(mask, x, 0.0).sum(dtype=torch.float64)
+                  for x in (mask, kl, clipped, -logprobs, gap, start_gap)]
+        return loss, torch.stack([*summed, loss.double()]), gap.max()
 
 
-def share_of(batch: RolloutBatch, rows: Tensor) -> RolloutBatch:
-    """The given rows of the batch; where there are none, its last sequence with an empty loss mask.
-
-    So everyone joins every collective, with a sequence that trains nothing where there is nothing else to do.
-    """
-    share = batch.select(rows if len(rows) else torch.tensor([len(batch) - 1]))
-    if not len(rows):
-        share.loss_mask.zero_()
-    return share
-
-
-def micro_batches(batch: RolloutBatch, size: int) -> list[RolloutBatch]:
-    """The batch cut into pieces of at most `size` sequences, as many on every rank.
-
-    Groups stay together, so that what they share is computed once a piece.
-    """
-    pieces = list(torch.argsort(batch.group_ids, stable=True).split(size))
-    pieces += [torch.tensor([], dtype=torch.int64)] * (max(D.gather_objects(len(pieces))) - len(pieces))
-    return [share_of(batch, rows) for rows in pieces]
-
-
-def update(policy, reference, optimizer, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) -> dict[str, float]:
-    """`updates_per_batch` optimizer steps, each on its share of the batch; returns statistics over shares and ranks."""
-    shares = [share_of(batch, rows) for rows in torch.arange(len(batch)).tensor_split(cfg.updates_per_batch)]
-    plans = [micro_batches(share, cfg.micro_batch_size) for share in shares]
-    old = [[None] * len(plan) for plan in plans]
-    if cfg.updates_per_batch > 1:  # with one update the policy has not moved: the pass would give the update's numbers
+def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, where: D.Dist) -> dict[str, float]:
+    """An optimizer step for every plan; returns statistics over plans and ranks."""
+    if len(plans) > 1:  # with one update the policy has not moved: the pass would give the update's numbers
         with torch.no_grad():
-            old = [[M.token_logprobs(policy, m.tokens, m.attention_mask, cfg.temperature, m.loss_mask) for m in plan]
-                   for plan in plans]
-    totals = dict.fromkeys(("tokens", "kl", "clipped", "entropy", "engine_gap", "loss"), 0.0)
-    gap_max, norm, skipped = 0.0, 0.0, 0
+            for micro in (m for plan in plans for m in plan):
+                micro.old_logprobs = M.packed_logprobs(policy, micro.packed, cfg.temperature)
+    sums, gap_max = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(())
+    norm, skipped = 0.0, 0
     policy.train()
-    for share, plan, old_logprobs in zip(shares, plans, old):
-        (denominator,) = D.all_reduce_sum([loss_denominator(share.loss_mask, cfg.loss_mode, cfg.max_response_tokens)])
+    for plan in plans:
+        own = sum(loss_denominator(m.part.loss_mask, cfg.loss_mode, cfg.max_response_tokens) for m in plan)
+        (denominator,) = D.all_reduce_sum([own])
+        measured = []
         for i, micro in enumerate(plan):
             policy.set_requires_gradient_sync(i == len(plan) - 1)
-            loss, sums = policy_loss(policy, reference, micro, old_logprobs[i], cfg, denominator)
+            policy.set_reshard_after_backward(i == len(plan) - 1 or not cfg.gather_once)
+            loss, *measures = policy_loss(policy, micro, cfg, denominator)
             (loss * where.world).backward()  # FSDP averages over ranks; the loss is a sum
-            gap_max = max(gap_max, sums.pop("engine_gap_max"))
-            totals = {key: totals[key] + sums[key] for key in totals}
+            measured.append(measures)
         norm = D.clip_grad_norm(policy, cfg.max_grad_norm)
         if not math.isfinite(norm):
             skipped += 1
         elif denominator:  # something is trained
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        sums += sum(s for s, _ in measured).cpu()
+        gap_max = torch.maximum(gap_max, torch.stack([g for _, g in measured]).max().cpu())
     policy.eval()
-    totals = dict(zip(totals, D.all_reduce_sum(list(totals.values()))))
+    totals = dict(zip(SUMS, D.all_reduce_sum(sums.tolist())))
     tokens = max(1.0, totals["tokens"])
-    return {"loss": totals["loss"] / cfg.updates_per_batch,
-            **{key: totals[key] / tokens for key in ("kl", "clipped", "entropy", "engine_gap")},
-            "engine_gap_max": max(D.gather_objects(gap_max)), "grad_norm": norm, "skipped": skipped,
+    return {"loss": totals["loss"] / len(plans),
+            **{key: totals[key] / tokens for key in ("kl", "clipped", "entropy", "engine_gap", "start_gap")},
+            "engine_gap_max": max(D.gather_objects(float(gap_max))), "grad_norm": norm, "skipped": skipped,
             "tokens": int(totals["tokens"])}
 
 
 def reward_stats(rows: list[dict]) -> dict[str, float]:
-    """Statistics of a step's rollouts (all ranks): reward, format, ranks, lengths, flat groups, failures."""
+    """Statistics of a step's rollouts (all ranks): reward, format, ranks or answers, lengths, flat groups, failures."""
     scored = [r for r in rows if r["reward"] is not None]
     groups: dict[int, set[float]] = {}
     for r in scored:
         groups.setdefault(r["group"], set()).add(r["reward"])
     n = max(1, len(scored))
-    ranks = [r["rank"] for r in scored if r["rank"] is not None]
     return {
         "reward": sum(r["reward"] for r in scored) / n,
         "reward_std": float(torch.tensor([r["reward"] for r in scored]).std()) if len(scored) > 1 else 0.0,
         "format_rate": sum(r["well_formed"] for r in scored) / n,
-        "hit@1": sum(k == 1 for k in ranks) / n, "hit@10": sum(k <= 10 for k in ranks) / n, "hit@100": len(ranks) / n,
-        "mrr": sum(1 / k for k in ranks) / n,
+        **(answer_means(scored) if rows and "f1" in rows[0] else rank_stats(scored)),
         "flat_groups": sum(len(v) == 1 for v in groups.values()) / max(1, len(groups)),
         "response_tokens": sum(r["tokens"] for r in rows) / max(1, len(rows)),
-        "rewrite_words": sum(len((r["rewrite"] or "").split()) for r in scored) / n,
         "length_stops": sum(r["end"] == "length" for r in rows) / max(1, len(rows)),
         "failed": len(rows) - len(scored),
     }
+
+
+def rank_stats(scored: list[dict]) -> dict[str, float]:
+    """Retrieval by the rewrites of a step, and their length."""
+    n, ranks = max(1, len(scored)), [r["rank"] for r in scored if r["rank"] is not None]
+    return {"hit@1": sum(k == 1 for k in ranks) / n, "hit@10": sum(k <= 10 for k in ranks) / n,
+            "hit@100": len(ranks) / n, "mrr": sum(1 / k for k in ranks) / n,
+            "rewrite_words": sum(len((r["rewrite"] or "").split()) for r in scored) / n}
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
@@ -462,25 +567,30 @@ class Run:
     where: D.Dist
     tokenizer: object
     policy: torch.nn.Module
-    reference: torch.nn.Module | None
+    reference: torch.nn.Module | None  # with LoRA the policy (model.starting_weights)
     optimizer: torch.optim.Optimizer
     engine: TorchEngine
-    retriever: object
-    turns: list[data.Turn]
+    retriever: object | None  # None where episodes have it
+    task: SearchTask | AgentTask | None  # of episodes; None: rewrites
+    golds: dict[str, list[str]]  # of episodes: question id → gold passages, where qrels tell
+    turns: list  # data.Turn; of episodes data.Question
     prompts: list[list[int]]  # of each turn, token ids
-    dev: list[data.Turn]
+    dev: list
     dev_prompts: list[list[int]]
     steps: int  # of the whole run
     settings: dict  # `settings` of cfg, at the start
-    best: dict  # {"mrr": …, "step": …} of the best validation so far
+    best: dict  # {"value": …, "step": …} of the best validation so far, by `BEST`
     history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
 
 
-def encode_turns(turns: list[data.Turn], tokenizer, limit: int, name: str) -> tuple[list[data.Turn], list[list[int]]]:
-    """Turns with their prompt ids; those with more than `limit` tokens are left out and counted."""
+BEST = {"rewrite": "dev_mrr", "search": "dev_f1", "agent": "dev_f1"}  # what the best policy is chosen by
+
+
+def encode_turns(turns: list, encode: Callable, limit: int, name: str) -> tuple[list, list[list[int]]]:
+    """Turns (or questions) with their prompt ids; those with more than `limit` tokens are left out and counted."""
     kept, prompts = [], []
     for turn in turns:
-        ids = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
+        ids = encode(turn)
         if len(ids) <= limit:
             kept.append(turn)
             prompts.append(ids)
@@ -502,7 +612,8 @@ def load_turns(cfg: GRPOConfig, retriever, tokenizer) -> list:
         turns, dropped = data.with_gold(data.read_turns(path), retriever.passage_ids, path)
         if dropped:
             D.print0(f"{path}: {dropped} turns without a gold passage left out")
-        out += encode_turns(turns, tokenizer, cfg.max_prompt_tokens, path)
+        out += encode_turns(turns, lambda t: data.encode_chat(tokenizer, data.rewrite_prompt(t)), cfg.max_prompt_tokens,
+                            path)
     overlap = {t.conversation_id for t in out[0]} & {t.conversation_id for t in out[2]}
     if overlap:
         D.print0(f"warning: {len(overlap)} conversations are in both train and dev ({sorted(overlap)[0]}, …): "
@@ -510,45 +621,77 @@ def load_turns(cfg: GRPOConfig, retriever, tokenizer) -> list:
     return out
 
 
+def load_questions(cfg: GRPOConfig, task: SearchTask | AgentTask) -> tuple[list, dict[str, list[str]]]:
+    """Training and validation questions with their prompts, as `load_turns`; and gold passages by question id."""
+    out: list = []
+    for path in (cfg.train, cfg.dev):
+        questions = data.read_questions(path) if path else []
+        out += encode_turns(questions, lambda q: task.prompt(q.question), cfg.max_prompt_tokens, path) if path else ([], [])
+    if overlap := {q.question for q in out[0]} & {q.question for q in out[2]}:
+        D.print0(f"warning: {len(overlap)} questions are in both train and dev ({sorted(overlap)[0]!r}, …): validation "
+                 "does not show generalisation")
+    golds: dict[str, list[str]] = {}
+    for path in cfg.qrels:
+        golds |= {query: [p for p, gain in judged.items() if gain > 0] for query, judged in read_qrels(path).items()}
+    known = getattr(task.tools, "retriever", None)
+    if golds and known is not None:
+        wrong = next((p for ids in golds.values() for p in ids if p not in known.passage_ids), None)
+        if wrong is not None:
+            raise data.DataError(f"{cfg.qrels}: gold passage {wrong!r} is not in the index; give the qrels of its corpus")
+    return out, golds
+
+
 def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     """Check everything that is cheap to check, then load: tokenizer, retriever, turns, policy, reference, engine."""
     check_config(cfg, where.world)
     tokenizer = M.load_tokenizer(cfg.model)
-    retriever = open_retriever(cfg.retriever)
-    turns, prompts, dev, dev_prompts = load_turns(cfg, retriever, tokenizer)
+    retriever, task, golds = None, None, {}
+    if cfg.task == "rewrite":
+        retriever = open_retriever(cfg.retriever)
+        loaded = load_turns(cfg, retriever, tokenizer)
+    else:
+        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever)
+        loaded, golds = load_questions(cfg, task)
+    turns, prompts, dev, dev_prompts = loaded
     cuda = where.device.type == "cuda"
-    policy = M.load_causal_lm(cfg.model, torch.float32, where.device, cfg.gradient_checkpointing)
+    dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
+    policy = M.load_causal_lm(cfg.model, dtype if cfg.lora.r else torch.float32, "cpu", cfg.gradient_checkpointing,
+                              cfg.lora, cfg.seed, keep_start=cfg.kl_coef > 0, compiled=compiled)
     eos = data.eos_token_ids(tokenizer, policy.generation_config)
-    dtype = torch.bfloat16 if cuda else torch.float32
     pad_id = data.pad_token_id(tokenizer, eos, policy.get_input_embeddings().num_embeddings)
-    engine = TorchEngine(M.load_causal_lm(cfg.model, dtype, where.device), eos, pad_id, tokenizer, cfg.engine_batch)
     longest = max(map(len, prompts + dev_prompts)) + cfg.max_response_tokens
+    engine = open_engine(cfg.engine, cfg.model, tokenizer, eos, pad_id, where.device, longest, cfg.seed, dtype,
+                         weights=False)  # `main` sends them; opened while the card is empty: vLLM measures what is free
     if longest > engine.max_length:
         raise config.ConfigError(f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
                                  f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens")
-    reference = None
-    if cfg.kl_coef:
-        reference = D.shard_model(M.load_causal_lm(cfg.model, dtype, where.device).requires_grad_(False), where)
-    D.shard_model(policy, where, bf16=cuda)
+    D.shard_model(policy.to(where.device), where, cuda, cfg.gather_once, cfg.cpu_offload == "all")
+    reference = policy if cfg.kl_coef and cfg.lora.r else None
+    if cfg.kl_coef and not cfg.lora.r:
+        reference = M.load_causal_lm(cfg.model, dtype, where.device, compiled=compiled).requires_grad_(False)
+        D.shard_model(reference, where, gather_once=cfg.gather_once, cpu_offload=cfg.cpu_offload != "none")
     optimizer = M.make_optimizer(policy, cfg.lr, weight_decay=cfg.weight_decay)
     steps = cfg.steps or math.ceil(cfg.epochs * len(turns) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // where.world
     D.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} "
-             f"process{'es' * (where.world > 1)} = {sequences} sequences per process = "
-             f"{math.ceil(sequences / cfg.micro_batch_size)} micro-batches of {min(sequences, cfg.micro_batch_size)}; "
+             f"process{'es' * (where.world > 1)} = {sequences} sequences per process in micro-batches of "
+             f"{cfg.micro_batch_tokens} tokens; "
              f"{len(turns)} turns = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
              f"{steps} steps, lr {cfg.lr:g} after {cfg.warmup_steps} warm-up steps; {len(dev)} validation turns "
              f"every {cfg.validate_every} steps")
-    return Run(cfg, where, tokenizer, policy, reference, optimizer, engine, retriever, turns, prompts, dev, dev_prompts,
-               steps, settings(cfg), best={"mrr": -1.0, "step": -1})
+    return Run(cfg, where, tokenizer, policy, reference, optimizer, engine, retriever, task, golds, turns, prompts,
+               dev, dev_prompts, steps, settings(cfg), best={"value": -1.0, "step": -1})
 
 
 def settings(cfg: GRPOConfig) -> dict:
     """What may not differ between a run and its continuation, because it decides the result; files by their content."""
     free = ("retriever", "steps", "epochs", "out", "validate_every", "save_every", "keep_checkpoints",
-            "micro_batch_size", "engine_batch", "gradient_checkpointing", "stop_on_collapse", "export_dtype")
-    return ({key: value for key, value in config.to_dict(cfg).items() if key not in free}
+            "micro_batch_tokens", "gradient_checkpointing", "compile", "gather_once", "cpu_offload", "engine",
+            "stop_on_collapse", "export_dtype")
+    return ({"engine.kind": cfg.engine.kind}
+            | {key: value for key, value in config.to_dict(cfg).items() if key not in free}
             | {key: infer.named(getattr(cfg, key)) for key in ("model", "train", "dev")}
+            | {f"qrels {path}": infer.named(path) for path in cfg.qrels}
             | infer.retriever_settings(cfg.retriever))
 
 
@@ -588,62 +731,162 @@ def resume(run: Run) -> int:
     return done
 
 
-def sample_step(run: Run, step: int) -> tuple[list[Rollout], list[Score], list[data.Turn], int]:
-    """This rank's rollouts of a step with their scores and turns, and the global number of its first prompt."""
+def sample_step(run: Run, step: int) -> tuple[list[Rollout], list[data.Turn], int]:
+    """This rank's rollouts of a step with their turns, and the global number of its first prompt."""
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.where.world
     first = run.where.rank * share
     picked = step_turns(len(run.turns), step, cfg.prompts_per_step, cfg.seed)[first:first + share]
     samplings = [sampling_for(cfg, step, first + j) for j in range(share)]
-    rollouts = run.engine.generate([run.prompts[i] for i in picked], samplings)
-    turns = [run.turns[i] for i in picked]
-    return rollouts, score_rollouts(rollouts, turns, run.retriever, run.tokenizer, cfg), turns, first
+    return sample(run, [run.prompts[i] for i in picked], samplings), [run.turns[i] for i in picked], first
 
 
-def training_batch(rollouts: list[Rollout], scores: list[Score], pad_id: int, cfg: GRPOConfig, where: D.Dist
-                   ) -> tuple[RolloutBatch, list[float | None]]:
-    """The scored rollouts as tensors, and each rollout's advantage (None for one that failed and is left out).
+def sample(run: Run, prompts: list[list[int]], samplings: list[Sampling]) -> list[Rollout]:
+    """Responses of the prompts: one turn each, or whole episodes."""
+    if run.task is None:
+        return run.engine.generate(prompts, samplings)
+    return run_episodes(run.engine, prompts, samplings, run.task, run.engine.max_length)
 
-    A rank whose rollouts all failed takes part with one token that is not trained; Stopped where that is so on all.
+
+def assign_groups(tokens: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """Who trains which group: tokens[rank][i] of the groups as sampled → for each rank its groups (rank, i).
+
+    The rank with the most and the rank with the least swap groups, or one moves, whatever makes them most alike, until
+    they differ by less than a hundredth of the mean: few groups travel.
     """
+    owned = [[(n, rank, i) for i, n in enumerate(own)] for rank, own in enumerate(tokens)]
+    for _ in range(sum(map(len, tokens))):
+        loads = [sum(n for n, *_ in own) for own in owned]
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[high] - loads[low]
+        swaps = [(abs(2 * (a[0] - b[0]) - gap), a, b) for a in owned[high] for b in [(0, -1, -1), *owned[low]]
+                 if 0 < a[0] - b[0] < gap]
+        if gap * len(loads) <= 0.01 * sum(loads) or not swaps:
+            break
+        _, a, b = min(swaps)
+        owned[high].remove(a)
+        owned[low].append(a)
+        if b[0]:
+            owned[low].remove(b)
+            owned[high].append(b)
+    return [sorted((rank, i) for _, rank, i in own) for own in owned]
+
+
+def share_rollouts(rollouts: list[Rollout], pad_id: int, where: D.Dist) -> tuple[list[Rollout], list[tuple[int, int]]]:
+    """The rollouts that this rank trains, and where each was sampled: (rank, its number there).  A collective.
+
+    Prompts are dealt out before their responses' lengths are known, so whole groups change hands after sampling until
+    every rank has about the same number of tokens.  Rollouts that the engine could not finish are left out; a rank
+    without any takes part with one token that is not trained, sampled nowhere: (-1, 0).
+    """
+    groups: dict[int, list[int]] = {}
+    for i, r in enumerate(rollouts):
+        if r.end != "engine_error" and any(r.loss_mask):
+            groups.setdefault(r.group_id, []).append(i)
+    sizes = [len(rollouts[g[0]].prompt_ids) + sum(len(rollouts[i].response_ids) for i in g) for g in groups.values()]
+    plan, own = assign_groups(D.gather_objects(sizes)), list(groups.values())
+    leaving = {i: [(k, rollouts[k]) for k in own[i]] for rank, part in enumerate(plan) if rank != where.rank
+               for home, i in part if home == where.rank}
+    moved = D.gather_objects(leaving)
+    held, origins = [], []
+    for number, (home, i) in enumerate(plan[where.rank]):
+        for k, r in [(k, rollouts[k]) for k in own[i]] if home == where.rank else moved[home][i]:
+            held.append(replace(r, group_id=number))
+            origins.append((home, k))
+    return (held, origins) if held else ([Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")], [(-1, 0)])
+
+
+def rollout_advantages(rollouts: list[Rollout], scores: list[Score], cfg: GRPOConfig) -> list[float | None]:
+    """Each rollout's advantage; None for one that failed and is left out.  Stopped where they failed on all ranks."""
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
     if not any(D.gather_objects(bool(kept))):
         engine = sum(r.end == "engine_error" for r in rollouts)
-        raise Stopped(f"rank {where.rank}: all {len(scores)} rollouts of this step failed, {engine} in the engine "
+        raise Stopped(f"all {len(scores)} rollouts of this step failed, {engine} in the engine "
                       f"(weights that are not finite), {len(scores) - engine} in the retriever; mend that, then start "
                       "again: the run resumes from its newest checkpoint")
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     advantages = group_advantages(rewards, torch.tensor([rollouts[i].group_id for i in kept]), cfg.scale_by_std)
-    idle = Rollout(rollouts[0].prompt_ids, [pad_id], [0.0], [0], 0, "eos")
-    batch = collate_rollouts([rollouts[i] for i in kept] or [idle], advantages if kept else [0.0], pad_id)
     by_index = dict(zip(kept, advantages.tolist()))
-    return batch.to(where.device), [by_index.get(i) for i in range(len(rollouts))]
+    return [by_index.get(i) for i in range(len(rollouts))]
 
 
-def rollout_rows(rollouts: list[Rollout], scores: list[Score], advantages: list[float | None], turns: list[data.Turn],
+def rollout_rows(rollouts: list[Rollout], scores: list[Score], advantages: list[float | None], turns: list,
                  first: int) -> list[dict]:
     """The step's rollouts as they are written to rollouts/step_*.jsonl."""
-    return [{"query_id": turns[r.group_id].query_id, "group": first + r.group_id, "response": s.text,
-             "rewrite": s.parsed.rewrite, "well_formed": s.parsed.well_formed, "rank": s.rank, "reward": s.reward,
-             "advantage": a, "tokens": len(r.response_ids), "end": r.end}
+    def figures(s: Score) -> dict:
+        return s.figures or {"rewrite": s.parsed.rewrite, "well_formed": s.parsed.well_formed, "rank": s.rank}
+
+    return [{"query_id": infer.item_id(turns[r.group_id]), "group": first + r.group_id, "response": s.text, **figures(s),
+             "reward": s.reward, "advantage": a, "tokens": len(r.response_ids), "end": r.end}
             for r, s, a in zip(rollouts, scores, advantages)]
 
 
+CPU = torch.device("cpu")
+
+
+def timed(device: torch.device, function: Callable, *args) -> tuple[object, float]:
+    """(what the function returns, the seconds it took, work queued on the device included)."""
+    began = time.perf_counter()
+    out = function(*args)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return out, time.perf_counter() - began
+
+
+def prepare_update(run: Run, rollouts: list[Rollout]) -> tuple[list[list[MicroBatch]], list[tuple[int, int]]]:
+    """The micro-batches of this rank's update, reference log-probabilities filled in, and the origins of their rows."""
+    held, origins = share_rollouts(rollouts, run.engine.pad_id, run.where)
+    batch = collate_rollouts(held, [0.0] * len(held), run.engine.pad_id)
+    plans = plan_updates(run.policy, batch, run.cfg, run.where)
+    if run.reference is not None:
+        add_reference(run.reference, plans, run.cfg.temperature)
+    return plans, origins
+
+
+def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
+    """Raise Stopped where the engine samples from the starting policy although the trained one has moved away from it.
+
+    engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the engine|, in nats.  An
+    adapter moves slowly: an engine that never gets it stays far below `limit`, and rewards look plausible for hours.
+    """
+    if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
+        raise Stopped(f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's and "
+                      f"{start_gap:.4g} from the starting policy's: the weights that are sent do not reach it; mend the "
+                      "weight sync")
+
+
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
-    """Step `step` (from 0): sample, score, advantages, update, sync.  Returns the log row and all ranks' rollouts."""
-    cfg = run.cfg
-    t0 = time.perf_counter()
-    rollouts, scores, turns, first = sample_step(run, step)
-    t1 = time.perf_counter()
-    batch, advantages = training_batch(rollouts, scores, run.engine.pad_id, cfg, run.where)
+    """Step `step` (from 0): sample, score, advantages, update, sync.  Returns the log row and all ranks' rollouts.
+
+    Scores need the texts alone and the reference the tokens alone, so the search runs in a thread beside the
+    reference's pass.  (A retriever must not use the process group's collectives: the other thread is using them.)
+    """
+    cfg, where = run.cfg, run.where
+    (rollouts, turns, first), sample_seconds = timed(where.device, sample_step, run, step)
+    run.engine.sleep()
+    with ThreadPoolExecutor(1) as pool:
+        scoring = pool.submit(timed, CPU, score, run, rollouts, turns)
+        (plans, origins), reference_seconds = timed(where.device, prepare_update, run, rollouts)
+        scores, reward_seconds = scoring.result()
+    advantages = rollout_advantages(rollouts, scores, cfg)
+    everyone = D.gather_objects(advantages)
+    add_advantages(plans, [everyone[rank][i] if rank >= 0 else None for rank, i in origins])
     for group in run.optimizer.param_groups:
         group["lr"] = M.lr_at(step, cfg.lr, cfg.warmup_steps, run.steps)
-    stats = update(run.policy, run.reference, run.optimizer, batch, cfg, run.where)
-    t2 = time.perf_counter()
-    run.engine.sync_weights(D.full_parameters(run.policy))
-    t3 = time.perf_counter()
+    stats, update_seconds = timed(where.device, update, run.policy, run.optimizer, plans, cfg, where)
+    check_engine_gap(stats["engine_gap"], stats["engine_gap_max"], run.engine.gap_limit)
+    check_engine_follows(stats["engine_gap"], stats["start_gap"], run.engine.gap_limit)
+    _, sync_seconds = timed(where.device, wake_engine, run)
     rows = [r for part in D.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
     return {"step": step + 1, **reward_stats(rows), **stats, "lr": run.optimizer.param_groups[0]["lr"],
-            "seconds_sample": t1 - t0, "seconds_update": t2 - t1, "seconds_sync": t3 - t2}, rows
+            "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
+            "seconds_update": update_seconds, "seconds_sync": sync_seconds}, rows
+
+
+def wake_engine(run: Run) -> None:
+    """Send the policy's weights to the engine, in its dtype, and let it sample again."""
+    dtype = torch.bfloat16 if run.where.device.type == "cuda" else None
+    run.engine.sync_weights(D.full_parameters(run.policy, dtype))
+    run.engine.wake()
 
 
 def validate(run: Run) -> dict[str, float]:
@@ -664,36 +907,57 @@ def validate(run: Run) -> dict[str, float]:
     return shown | {"dev_format_rate": formed / len(run.dev)}
 
 
+def validate_answers(run: Run) -> dict[str, float]:
+    """Answers of greedy episodes to the dev questions, on all ranks; one that failed technically scores 0, counted."""
+    mine = range(run.where.rank, len(run.dev), run.where.world)
+    greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
+    episodes = sample(run, [run.dev_prompts[i] for i in mine], [greedy] * len(mine))
+    scores = score_episodes(run, episodes, [run.dev[i] for i in mine])
+    rows = [row for part in D.gather_objects([s.figures | {"reward": s.reward} for s in scores]) for row in part]
+    return {f"dev_{k}": v for k, v in answer_means(rows).items()} | {
+        "dev_format_rate": sum(row["well_formed"] for row in rows) / len(rows),
+        "dev_failed": sum(row["reward"] is None for row in rows)}
+
+
 def export(run: Run, name: str) -> None:
-    """Write the policy to the Hugging Face folder `name` of the run."""
-    D.export_hf(run.policy, run.tokenizer, os.path.join(run.cfg.out, name), getattr(torch, run.cfg.export_dtype))
+    """Write the policy to the folder `name` of the run: a Hugging Face folder, or its adapter in PEFT's format."""
+    folder = os.path.join(run.cfg.out, name)
+    if run.cfg.lora.r:
+        D.export_adapter(run.policy, run.tokenizer, folder)
+    else:
+        D.export_hf(run.policy, run.tokenizer, folder, getattr(torch, run.cfg.export_dtype))
 
 
 def validate_and_keep_best(run: Run, step: int) -> dict[str, float]:
-    """Validate; export the policy to best/ when its MRR is the highest so far."""
+    """Validate; export the policy to best/ when its MRR (episodes: answer F1) is the highest so far."""
     if not run.dev:
         return {}
     t = time.perf_counter()
-    metrics = validate(run)
-    if metrics["dev_mrr"] > run.best["mrr"]:
-        run.best = {"mrr": metrics["dev_mrr"], "step": step}
+    metrics = validate(run) if run.task is None else validate_answers(run)
+    value = metrics[BEST[run.cfg.task]]
+    if value > run.best["value"]:
+        run.best = {"value": value, "step": step}
         if step:  # the start is the SFT policy, which exists already
             export(run, "best")
-    D.print0(f"validation {step:05d}/{run.steps:05d} | mrr {metrics['dev_mrr']:.4f} | "
-             f"ndcg@3 {metrics['dev_ndcg@3']:.4f} | recall@10 {metrics['dev_recall@10']:.4f} | "
-             f"recall@100 {metrics['dev_recall@100']:.4f} | format {metrics['dev_format_rate']:.3f} | "
-             f"best {run.best['mrr']:.4f} at {run.best['step']} | {time.perf_counter() - t:.1f}s")
+    keys = (("dev_mrr", "dev_ndcg@3", "dev_recall@10", "dev_recall@100") if run.task is None else
+            ("dev_f1", "dev_em", "dev_gold_recall", "dev_all_gold", "dev_searches"))
+    shown = "".join(f"{key.removeprefix('dev_')} {metrics[key]:.4f} | " for key in keys)
+    D.print0(f"validation {step:05d}/{run.steps:05d} | {shown}format {metrics['dev_format_rate']:.3f} | "
+             f"best {run.best['value']:.4f} at {run.best['step']} | {time.perf_counter() - t:.1f}s")
     return metrics
 
 
 def step_line(row: dict, steps: int, seconds: float) -> str:
     """The one line a step prints; `seconds` is what a step takes."""
     left = seconds * (steps - row["step"])
-    return (f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | mrr {row['mrr']:.3f} | "
-            f"hit@1 {row['hit@1']:.3f} | format {row['format_rate']:.3f} | kl {row['kl']:.4f} | "
+    keys = ("mrr", "hit@1") if "mrr" in row else ("f1", "em", "all_gold", "searches")
+    shown = "".join(f"{key.replace('_', ' ')} {row[key]:.3f} | " for key in keys)
+    return (f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | {shown}"
+            f"format {row['format_rate']:.3f} | kl {row['kl']:.4f} | "
             f"entropy {row['entropy']:.3f} | flat {row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | "
             f"len {row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
-            f"gen {row['seconds_sample']:.1f}s | train {row['seconds_update']:.1f}s | "
+            f"gen {row['seconds_sample']:.1f}s | reward {row['seconds_reward']:.1f}s | "
+            f"ref {row['seconds_reference']:.1f}s | train {row['seconds_update']:.1f}s | "
             f"sync {row['seconds_sync']:.1f}s | left {left / 60:.0f}m")
 
 
@@ -705,12 +969,15 @@ def log_step(run: Run, row: dict, rows: list[dict] = ()) -> None:
     if not rows:
         return
     data.write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
-    recent = [r["seconds_sample"] + r["seconds_update"] + r["seconds_sync"] for r in run.history[-20:]]
+    recent = [r["seconds_sample"] + max(r["seconds_reward"], r["seconds_reference"]) + r["seconds_update"]
+              + r["seconds_sync"] for r in run.history[-20:]]
     D.print0(step_line(row, run.steps, sum(recent) / len(recent)))
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
-        for sample in (rows[0], rows[-1]):
-            D.print0(f"  sample {sample['query_id']}: rank {sample['rank']}, reward {sample['reward']}: "
-                     f"{sample['response']!r}")
+        if row["step"] == 1:
+            D.print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
+        for shown in (rows[0], rows[-1]):
+            how = f"rank {shown['rank']}" if "rank" in shown else shown["end"]
+            D.print0(f"  sample {shown['query_id']}: {how}, reward {shown['reward']}: {shown['response']!r}")
 
 
 def summary(run: Run) -> dict:
@@ -718,12 +985,13 @@ def summary(run: Run) -> dict:
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     steps = [row for row in rows if row["step"]]
     tenth = max(1, len(steps) // 10)
-    validations = [row["dev_mrr"] for row in rows if "dev_mrr" in row]
+    best_by = BEST[run.cfg.task]
+    validations = [row[best_by] for row in rows if best_by in row]
     return {"steps": run.steps, "reward_first_tenth": sum(r["reward"] for r in steps[:tenth]) / tenth,
             "reward_last_tenth": sum(r["reward"] for r in steps[-tenth:]) / tenth,
-            "dev_mrr_start": validations[0] if validations else None,
-            "dev_mrr_last": validations[-1] if validations else None,
-            "dev_mrr_best": run.best["mrr"] if validations else None, "best_step": run.best["step"],
+            f"{best_by}_start": validations[0] if validations else None,
+            f"{best_by}_last": validations[-1] if validations else None,
+            f"{best_by}_best": run.best["value"] if validations else None, "best_step": run.best["step"],
             "final": os.path.join(run.cfg.out, "final"),
             "best": os.path.join(run.cfg.out, "best") if run.best["step"] > 0 else run.cfg.model}
 
@@ -760,7 +1028,7 @@ def main(cfg: GRPOConfig) -> dict | None:
     alone = data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext()
     with alone, D.noted_signals() as noted:
         done = resume(run)
-        run.engine.sync_weights(D.full_parameters(run.policy))
+        wake_engine(run)
         if done == 0:
             log_step(run, {"step": 0, **validate_and_keep_best(run, 0)})
         for step in range(done, run.steps):

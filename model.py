@@ -619,7 +619,7 @@ def make_optimizer(model: nn.Module, lr: float, betas: tuple[float, float] = (0.
     """AdamW over the trainable parameters, weight decay on all of them (as verl does with its flat parameters)."""
     params = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr=lr, betas=betas, eps=1e-8, weight_decay=weight_decay,
-                             fused=params[0].device.type == "cuda")
+                             fused=compute_place(model)[0].type == "cuda")
 
 
 def lr_at(step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant") -> float:

@@ -76,7 +76,7 @@ def command(world: Path, out: str, *more: str, processes: int = 1) -> list[str]:
 
 def settings(out: str) -> list[str]:
     return ["model=lm", "train=train.jsonl", "dev=dev.jsonl", f"out={out}", "retriever.kind=bm25",
-            "retriever.corpus=corpus.jsonl", "prompts_per_step=4", "group_size=4", "max_response_tokens=64", "micro_batch_size=4",
+            "retriever.corpus=corpus.jsonl", "prompts_per_step=4", "group_size=4", "max_response_tokens=64", "micro_batch_tokens=256",
             "steps=4", "validate_every=2", "save_every=1", "lr=1e-3", "warmup_steps=2"]
 
 
@@ -85,8 +85,7 @@ def run(world: Path, out: str, *more: str, processes: int = 1) -> subprocess.Com
 
 
 def metrics(world: Path, out: str) -> list[dict]:
-    timing = ("seconds_sample", "seconds_update", "seconds_sync")
-    return [{k: v for k, v in row.items() if k not in timing} for _, row in data.read_jsonl(world / out / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds_")} for _, row in data.read_jsonl(world / out / "metrics.jsonl")]
 
 
 # ------------------------------------------------------------------------------------------------------------ the update
@@ -117,9 +116,15 @@ def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, to
         def step(self, closure=None):
             found.update({name: D.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
 
-    batch = collate_rollouts(rollouts, advantages, 0)
-    stats = grpo.update(policy, reference, Recorder(policy.parameters(), lr=0.0), batch, cfg, where)
+    plans = grpo.plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where)
+    grpo.add_reference(reference, plans, cfg.temperature)
+    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), plans, cfg, where)
     return found | {"stats": stats}
+
+
+def updated(policy, optimizer, rollouts, advantages, cfg, where) -> dict:
+    """The statistics of one `update` without a reference."""
+    return grpo.update(policy, optimizer, grpo.plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where), cfg, where)
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +160,13 @@ def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
-def test_update_equals_loops_and_does_not_depend_on_the_micro_batch(where, mode):
+def test_update_equals_loops_and_does_not_depend_on_the_token_budget(where, mode):
     rollouts, advantages = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, loss_mode=mode, max_response_tokens=16)
     expected = by_hand(rollouts, advantages, cfg)
     loss = expected.pop("loss")
-    for size in (1, 2, 4, 8):
-        cfg.micro_batch_size = size
+    for size in (1, 20, 33, 60, 1000):
+        cfg.micro_batch_tokens, cfg.gather_once = size, size != 33
         found = gradients(cfg, rollouts, advantages, where)
         assert found["stats"]["loss"] == pytest.approx(loss, rel=1e-5)
         for name, grad in expected.items():
@@ -171,7 +176,7 @@ def test_update_equals_loops_and_does_not_depend_on_the_micro_batch(where, mode)
 def test_two_processes_give_the_gradient_of_one(where, tmp_path):
     """Groups go to different ranks with different token counts; the loss has one global denominator."""
     rollouts, advantages = make_batch()
-    cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_size=3)
+    cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=40)
     single = gradients(cfg, rollouts, advantages, where)
     script = tmp_path / "two.py"
     script.write_text(f"""
@@ -181,7 +186,7 @@ where = D.setup()
 rollouts, advantages = make_batch()
 mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - where.rank]  # 4 sequences and 3: uneven on purpose
 theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
-cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_size=1)
+cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=1)
 found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
 if where.rank == 0:
     torch.save((found, theirs), {str(tmp_path / "two.pt")!r})
@@ -221,13 +226,12 @@ def test_several_updates_on_a_batch_use_the_policy_before_the_first(where):
     """With updates_per_batch 2 the second share meets a moved policy: old log-probabilities come from before the first."""
     rollouts, advantages = make_batch()
     policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
-    cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_size=4)
-    stats = grpo.update(policy, None, torch.optim.SGD(policy.parameters(), lr=1.0), collate_rollouts(rollouts, advantages, 0), cfg, where)
+    cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_tokens=40)
+    stats = updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)
     assert stats["clipped"] > 0 and math.isnan(stats["kl"])  # no reference: KL is not measured, and not 0
     policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
     cfg.updates_per_batch = 1
-    assert grpo.update(policy, None, torch.optim.SGD(policy.parameters(), lr=1.0), collate_rollouts(rollouts, advantages, 0), cfg,
-                       where)["clipped"] == 0
+    assert updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)["clipped"] == 0
 
 
 def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
@@ -237,23 +241,50 @@ def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
     for updates in (2, 3):
         policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, weight_decay=0.1)
-        stats = grpo.update(policy, None, optimizer, collate_rollouts(rollouts[:2], advantages[:2], 0),
-                            grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), where)
+        stats = updated(policy, optimizer, rollouts[:2], advantages[:2], grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), where)
         assert stats["skipped"] == 0
         after.append([D.full_tensor(p.detach()).clone() for p in policy.parameters()])
     assert all(map(torch.equal, *after))
 
 
-def test_a_rank_whose_rollouts_all_failed_takes_part_without_training(where, monkeypatch):
-    rollouts = rollouts_of([(0, "x"), (0, "y")], end="engine_error")
+def test_a_rank_whose_rollouts_all_failed_takes_part_without_training(where):
     cfg = grpo.GRPOConfig(kl_coef=0.5)
-    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), cfg)
-    with monkeypatch.context() as patch:
-        patch.setattr(D, "gather_objects", lambda value: [value, True])  # the other rank has something to train on
-        batch, advantages = grpo.training_batch(rollouts, scores, 0, cfg, where)
-    assert advantages == [None, None] and not batch.loss_mask.any()
-    stats = gradients(cfg, [Rollout([5], [0], [0.0], [0], 0, "eos")], torch.zeros(1), where)["stats"]
+    held, origins = grpo.share_rollouts(rollouts_of([(0, "x"), (0, "y")], end="engine_error"), 0, where)
+    assert origins == [(-1, 0)] and [r.loss_mask for r in held] == [[0]]
+    stats = gradients(cfg, held, torch.zeros(1), where)["stats"]
     assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
+
+
+def test_groups_are_dealt_out_by_tokens_and_never_split():
+    rng = random.Random(0)
+    for world in (1, 2, 4, 8):
+        tokens = [[rng.randrange(100, 3000) for _ in range(16)] for _ in range(world)]
+        owners = grpo.assign_groups(tokens)
+        assert sorted(g for own in owners for g in own) == [(r, i) for r in range(world) for i in range(16)]
+        loads = [sum(tokens[r][i] for r, i in own) for own in owners]
+        assert max(loads) <= 1.03 * sum(loads) / world
+    assert grpo.assign_groups([[5, 5], [5, 5]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]  # nothing moves without need
+    assert grpo.assign_groups([[9], []]) == [[(0, 0)], []]
+
+
+def test_micro_batches_hold_the_budget_and_keep_groups_together():
+    rng = random.Random(1)
+    begin = [5, 6, 7]
+    rollouts = [Rollout(begin + [10 + g] * 4, [rng.randrange(5, 200) for _ in range(n)], [0.0] * n, [1] * n, g, "eos")
+                for g in range(6) for n in rng.choices(range(2, 20), k=4)]
+    batch = collate_rollouts(rollouts, torch.zeros(24), 0)
+    lengths = [len(r.response_ids) - 1 for r in rollouts]
+    for budget in (1, 30, 80, 150, 10000):
+        pieces = grpo.micro_batch_rows(batch, list(range(24)), budget)
+        assert sorted(r for p in pieces for r in p) == list(range(24))
+        for piece in pieces:
+            laid_out = M.share_prefixes(batch.tokens[piece], batch.attention_mask[piece], batch.prompt_lengths[piece], batch.group_ids[piece], 1 << 60)
+            size = int((laid_out.own >= 0).sum())
+            assert size <= budget or len(piece) == 1
+        for g in range(6):  # a group that fits is in one piece
+            if 3 + 4 + sum(lengths[4 * g:4 * g + 4]) <= budget:
+                assert sum(any(r // 4 == g for r in p) for p in pieces) == 1
+    assert len(pieces) == 1
 
 
 def test_a_non_finite_gradient_skips_the_step(where):
@@ -263,8 +294,7 @@ def test_a_non_finite_gradient_skips_the_step(where):
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     policy = D.shard_model(M.prepare_causal_lm(model), where)
     before = [D.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    stats = grpo.update(policy, None, M.make_optimizer(policy, 1e-2), collate_rollouts(rollouts, advantages, 0),
-                        grpo.GRPOConfig(kl_coef=0.0), where)
+    stats = updated(policy, M.make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), where)
     assert stats["skipped"] == 1
     assert all(torch.equal(a.nan_to_num(), D.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
 
@@ -302,15 +332,20 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
     assert [s.rank for s in scores] == [1, 1, None, None, None]
 
 
-def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored():
+def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored(where):
     from retriever import FAILED
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, data.response_text("t", q)) for q in "abcd"])
     cfg = grpo.GRPOConfig()
     scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
-    batch, advantages = grpo.training_batch(rollouts, scores, 0, cfg, D.Dist(0, 1, torch.device("cpu")))
-    assert len(batch) == 3 and advantages[1] is None
+    advantages = grpo.rollout_advantages(rollouts, scores, cfg)
+    assert [a is None for a in advantages] == [False, True, False, False] and sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-6)
+    plans = grpo.plan_updates(tiny.tiny_lm(), collate_rollouts(rollouts, torch.zeros(4), 0), cfg, where)
+    grpo.add_advantages(plans, advantages)
+    ((micro,),) = plans
+    for row, mask, value in zip(micro.rows, micro.part.loss_mask, micro.part.advantages.tolist()):
+        assert bool(mask.any()) == (row != 1) and value == pytest.approx(advantages[row] or 0.0)
     rows = grpo.rollout_rows(rollouts, scores, advantages, [turn(0, ["p"])], 0)
     assert grpo.reward_stats(rows)["failed"] == 1 and grpo.reward_stats(rows)["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
 
@@ -324,7 +359,7 @@ def test_a_step_in_which_everything_failed_stops_with_a_reason(where):
     rollouts = rollouts_of([(0, "x")], end="engine_error")
     scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
     with pytest.raises(grpo.Stopped, match="failed"):
-        grpo.training_batch(rollouts, scores, 0, grpo.GRPOConfig(), D.Dist(0, 1, torch.device("cpu")))
+        grpo.rollout_advantages(rollouts, scores, grpo.GRPOConfig())
 
 
 # --------------------------------------------------------------------------------------------------------------- the loop
@@ -396,7 +431,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     (world / "changed/rollouts/step_000004.jsonl.12.tmp").write_text("half")
     with open(world / "changed/metrics.jsonl", "a") as f:
         f.write('{"step": 5, "rew')  # a kill in the middle of the line
-    run, done = resume("steps=9", "micro_batch_size=2", "retriever.device=cpu", "model=./lm", "train=elsewhere/train.jsonl")
+    run, done = resume("steps=9", "micro_batch_tokens=99", "engine.batch=3", "retriever.device=cpu", "model=./lm", "train=elsewhere/train.jsonl")
     assert done == 4 and [row["step"] for row in run.history] == [1, 2, 3, 4]
     assert sorted(os.listdir("changed/rollouts")) == [f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)]
     state = world / "changed/checkpoint_000004/state.json"
@@ -445,7 +480,7 @@ def test_grpo_learns_to_name_what_is_rewarded(world):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")][:1]
     data.write_jsonl(world / "one.jsonl", rows)
     done = run(world, "learns", "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
-               "micro_batch_size=32", "save_every=100", "temperature=1.0")
+               "micro_batch_tokens=4096", "save_every=100", "temperature=1.0")
     assert done.returncode == 0, done.stderr[-3000:]
     rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
     assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
