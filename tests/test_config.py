@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -390,7 +391,14 @@ def test_committed_yaml_loads_into_its_tool(path):
     classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
                and c.__name__.lower() == f"{noun}config"]
     assert len(classes) == 1, f"{module.__name__}.py has no {noun.capitalize()}Config"
-    config.load_config(classes[0], ["--config", str(path)])
+    cfg = config.load_config(classes[0], ["--config", str(path)])
+    text = path.read_text(encoding="utf-8")
+    if noun == "grpo":  # what the tool itself refuses before it loads a model, for the processes that the comment names
+        module.check_config(cfg, int(re.search(r"nproc-per-node (\d+)|$", text)[1] or 1))
+    if noun == "evaluate":
+        module._check(cfg)
+    if noun in ("sft", "grpo") and re.search(r"-(qwen|llama)[\d.]+b-", path.name):  # a published model's: says what to expect
+        assert all(f"\n# {word}" in text for word in ("Hardware:", "Hours:", "Expected", "Departures:")), path.name
 
 
 ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report",
