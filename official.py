@@ -9,6 +9,7 @@ made it) inside; a run that was killed starts over, and what it left behind is r
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import csv
 import dataclasses
@@ -89,6 +90,7 @@ def finished_folder(cfg, made: dict):
         made["files"] = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
         with atomic_write(f"{folder}/made.json") as f:
             json.dump(made, f, indent=1)
+
 
 def write_splits(folder: str, names: Iterable[str], turns: Iterable[tuple[str, Turn]]) -> dict[str, int]:
     """`{name}.jsonl` and `{name}.qrels` of (name, turn) pairs, streamed; the numbers of turns and conversations."""
@@ -173,7 +175,8 @@ class Published:
 def fetch(url: str, path: str) -> None:
     """Download `url` to `path`, whole or not at all; `path`.part of a broken download is continued.
 
-    DataError: no connection, a refusal, or fewer bytes than announced.
+    DataError: no connection, a refusal, fewer bytes than announced, or other bytes than the server's own checksum
+    (`Content-MD5`, where it sends one with a whole file) says.
     """
     from retriever import Progress
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -183,11 +186,13 @@ def fetch(url: str, path: str) -> None:
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             done = done if answer.status == 206 else 0  # 200: the server starts over, so do we
+            stated, digest = "" if done else answer.headers.get("Content-MD5") or "", hashlib.md5()
             left = int(answer.headers.get("Content-Length") or 0)
             bar, total = Progress(left, f"download {os.path.basename(path)}", "bytes"), done + left
             with open(part, "ab" if done else "wb") as f:
                 while block := answer.read(1 << 20):
                     f.write(block)
+                    digest.update(block)
                     done += len(block)
                     bar.update(len(block))
             bar.close()
@@ -200,6 +205,11 @@ def fetch(url: str, path: str) -> None:
     if left and done != total:
         raise DataError(f"download of {url} broke off at {done:,} of {total:,} bytes; "
                         "run the same command again to continue")
+    right = (digest.hexdigest(), base64.b64encode(digest.digest()).decode())  # both forms are in use
+    if stated and stated.removeprefix("md5:") not in right:
+        os.remove(part)
+        raise DataError(f"download of {url}: its MD5 is {right[0]}, the server says {stated}; the bytes were damaged on "
+                        "the way: run the same command again")
     os.replace(part, path)
 
 

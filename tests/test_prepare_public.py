@@ -3,6 +3,7 @@
 Each test names the trap it guards against.  Run: python -m pytest tests/test_prepare_public.py
 """
 
+import base64
 import csv
 import hashlib
 import http.server
@@ -688,7 +689,7 @@ def test_leftovers_of_a_living_or_recent_run_stay(tmp_path):
 class Server(http.server.BaseHTTPRequestHandler):
     """Serves bytes with ranges; breaks off the first answer in the middle."""
 
-    content, broken, ranges = b"0123456789" * 1000, False, []
+    content, broken, ranges, md5 = b"0123456789" * 1000, False, [], ""
 
     def do_GET(self):
         begin = int((self.headers.get("Range") or "bytes=0-")[6:-1])
@@ -702,6 +703,8 @@ class Server(http.server.BaseHTTPRequestHandler):
         part = self.content[begin:]
         self.send_response(206 if begin else 200)
         self.send_header("Content-Length", str(len(part)))
+        if self.md5:
+            self.send_header("Content-MD5", self.md5)
         self.end_headers()
         self.wfile.write(part[:3000] if not type(self).broken else part)
         type(self).broken = True
@@ -712,7 +715,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    Server.broken, Server.ranges = False, []
+    Server.broken, Server.ranges, Server.md5 = False, [], ""
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}"
@@ -732,6 +735,18 @@ def test_a_broken_download_is_continued(tmp_path, server):
     os.rename(path, f"{path}.part")  # killed between the last byte and the renaming
     official.fetch(f"{server}/file.bin", path)
     assert os.path.getsize(path) == 10_000
+
+
+def test_a_checksum_that_the_server_sends_is_kept_to(tmp_path, server):
+    digest = hashlib.md5(Server.content)
+    Server.broken = True  # whole answers
+    for stated in (digest.hexdigest(), f"md5:{digest.hexdigest()}", base64.b64encode(digest.digest()).decode()):
+        Server.md5 = stated
+        official.fetch(f"{server}/file.bin", f"{tmp_path}/good")
+    Server.md5 = "0" * 32
+    with pytest.raises(DataError, match="its MD5 is .* the server says 000"):
+        official.fetch(f"{server}/file.bin", f"{tmp_path}/bad")
+    assert os.listdir(tmp_path) == ["good"]  # not even a part that would be continued
 
 
 def test_a_refused_download_says_where_to_put_the_file(tmp_path, server):
