@@ -13,11 +13,15 @@ import hashlib
 import heapq
 import json
 import mmap
+import multiprocessing
 import os
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -193,7 +197,7 @@ def check_k(k: int, name: str = "k") -> None:
         raise RetrieverError(f"{name} is {k}; it must be at least 1")
 
 
-# ----------------------------------------------------------------------------------------------- corpora, index folders
+# --------------------------------------------------------------------------------------------------------------- corpora
 
 def passages_of(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
     """The passages of a corpus: of a file, or as they are given."""
@@ -206,34 +210,88 @@ class Survey:
 
     count: int = 0
     fingerprint: str = ""  # sha256 over ids and contents, in order
-    starts: list[tuple[int, int]] = field(default_factory=list)  # line and byte of every `every`-th passage of a file
+    starts: list[tuple[int, int]] = field(default_factory=list)  # of a file: line and byte where each task begins
 
 
-def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, every: int) -> Survey:
-    """One pass over a corpus that writes its ids into `folder`, unless the same corpus left them there."""
+def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, begins: Callable[[int], bool]) -> Survey:
+    """One pass over a corpus that writes its ids into `folder`, unless meta.json says that they are there.
+
+    begins: does passage i begin a task (of reading and tokenising, `tokens_of`)?
+    """
     from_file, h = isinstance(corpus, (str, os.PathLike)), hashlib.sha256()
     found = Survey()
 
     def ids() -> Iterator[str]:
         rows = located_passages(os.fspath(corpus)) if from_file else ((0, 0, passage) for passage in corpus)
-        for found.count, (line, byte, passage) in enumerate(rows, 1):
+        for line, byte, passage in rows:
             if passage.id.split() != [passage.id]:
                 raise RetrieverError(f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a "
                                      "column of TREC files. Rename it.")
-            if from_file and found.count % every == 1 % every:
+            if from_file and begins(found.count):
                 found.starts.append((line, byte))
+            found.count += 1
             h.update(f"{passage.id}\x1f{passage.contents}\x1e".encode())
             yield passage.id
 
-    meta = read_meta(folder)
-    if meta is None:
-        write_ids(folder, ids())
+    try:
+        there = read_meta(folder) is not None and bool(read_ids(folder))
+    except (OSError, ValueError):  # missing or damaged
+        there = False
+    if there:
+        deque(ids(), maxlen=0)
     else:
-        for _ in ids():
-            pass
+        write_ids(folder, ids())
     found.fingerprint = h.hexdigest()
     return found
 
+
+# ------------------------------------------------------------------------------------------------------------ tokenising
+
+_worker: dict = {}  # of a tokenising process: its corpus file, prefix and tokenizer
+
+
+def _start_worker(corpus: str, prefix: str, tokenizer_json: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    _worker.update(corpus=corpus, prefix=prefix, tokenizer=tokenizer)
+
+
+def _work(start: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of `count` passages of the worker's file from a place on: one after the other, and how many each has."""
+    rows = islice(located_passages(_worker["corpus"], start), count)
+    texts = [_worker["prefix"] + passage.contents for _, _, passage in rows]
+    rows = [np.array(e.ids, dtype=np.int32) for e in _worker["tokenizer"].encode_batch_fast(texts)]
+    return np.concatenate(rows), np.array([len(row) for row in rows])
+
+
+def tokens_of(corpus: str, tasks: Sequence[tuple[tuple[int, int], int]], tokenizer_json: str, prefix: str,
+              workers: int) -> Iterator[list[np.ndarray]]:
+    """The token ids of every passage of every task (place in the corpus file, number of passages), uncut, in order.
+
+    `workers` processes read and tokenise; they work ahead of the caller by four tasks each.  They are forked from a
+    process that imported the caller's modules once and never touches a GPU; a tokenizer travels as the JSON text of the
+    tokenizers library.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, context, _start_worker, (corpus, prefix, tokenizer_json)) as pool:
+        waiting: deque = deque()
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(_work, *task))
+                if len(waiting) > 4 * workers:
+                    flat, lengths = waiting.popleft().result()
+                    yield np.split(flat, np.cumsum(lengths)[:-1])
+            while waiting:
+                flat, lengths = waiting.popleft().result()
+                yield np.split(flat, np.cumsum(lengths)[:-1])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# --------------------------------------------------------------------------------------------------------- index folders
 
 def read_meta(folder: Path) -> dict | None:
     """meta.json of an index folder; None where there is none."""

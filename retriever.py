@@ -15,16 +15,20 @@ or tells whether an encoder ranks:    python retriever.py check encoder=FOLDER
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPException
 from itertools import islice
@@ -33,14 +37,16 @@ from typing import Any, Callable, Iterable, Iterator, Literal, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bm25 import BM25Retriever
 from config import run, save_config
-from data import Passage, atomic_write, only_writer, read_corpus
-from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions, passages_of,
-                      read_ids, read_meta, write_ids, write_meta)
+from data import Passage, atomic_write, located_passages, only_writer, read_corpus
+from distributed import cleanup, setup
+from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
+                      passages_of, read_ids, read_meta, survey, tokens_of, write_meta)
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
 # copies out; it needs the imports above less those of this project (and a ValueError named RetrieverError): torch,
@@ -197,7 +203,7 @@ def _position_limit(config: Any) -> int:
     return most - (config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' bar and its report on missing tensors: `load_encoder` judges those itself."""
     from transformers.utils import logging
@@ -270,11 +276,14 @@ def vector_size(model: nn.Module) -> int:
     return model.embeddingHead.out_features if isinstance(model, ANCE) else model.config.hidden_size
 
 
-def truncate_ids(ids: list[int], max_length: int, end_ids: Iterable[int]) -> list[int]:
-    """`ids` cut to `max_length`; where they end in one of `end_ids` (</s>, [SEP]) the cut keeps that end as well."""
+def truncate_ids(ids: Any, max_length: int, end_ids: Iterable[int]) -> Any:
+    """`ids` (a list or an array) cut to `max_length`; an end among `end_ids` (</s>, [SEP]) stays the end."""
     if len(ids) <= max_length:
         return ids
-    return ids[:max_length - 1] + ids[-1:] if ids[-1] in end_ids else ids[:max_length]
+    cut = ids[:max_length].copy()
+    if ids[-1] in end_ids:
+        cut[-1] = ids[-1]
+    return cut
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
@@ -293,7 +302,139 @@ def pool(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, encoder: E
     return F.normalize(vectors, dim=-1) if encoder.normalise else vectors
 
 
+def _packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float,
+                      cu_seq_lens_q: Tensor, max_length_q: int, **_) -> tuple[Tensor, None]:
+    """Attention of packed texts: (1, H, T, d) each → (1, T, H, d); every text sees itself alone."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, d)
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+        out = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling)
+    else:
+        out, ends = torch.zeros_like(query), cu_seq_lens_q.tolist()
+        for first, last in zip(ends, ends[1:]):
+            q, k, v = (x[first:last].transpose(0, 1) for x in (query, key, value))
+            out[first:last] = F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(0, 1)
+    return out.unsqueeze(0), None
+
+
+PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # families that take positions and pass attention what it needs
+
+
+class PackedModel:
+    """A model that reads texts one after the other in a row of tokens, without padding: less work, and one shape.
+
+    With `compiled` every batch has the same shape (the rest of the row is filled up), so the model is compiled once.
+    """
+
+    def __init__(self, model: nn.Module, batch_tokens: int, compiled: bool = False):
+        from transformers import AttentionInterface
+        AttentionInterface.register("packed_texts", _packed_attention)
+        self.model, self.core = model, model.roberta if isinstance(model, ANCE) else model
+        self.batch_tokens, self.compiled = batch_tokens, compiled
+        config = self.core.config
+        self.longest = _position_limit(config)
+        self.first_position = config.max_position_embeddings - self.longest
+        self.states = torch.compile(self._states, dynamic=False) if compiled else self._states
+
+    def _states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
+        """(T,) ids and positions, (S + 1,) first tokens of texts → (T, D)."""
+        return self.core(input_ids=input_ids[None], position_ids=positions[None],
+                         token_type_ids=torch.zeros_like(input_ids)[None], cu_seq_lens_q=starts, cu_seq_lens_k=starts,
+                         max_length_q=self.longest, max_length_k=self.longest).last_hidden_state[0]
+
+    def batches(self, lengths: np.ndarray) -> Iterator[slice]:
+        """Runs of texts that fill a row, in order.  A text is at most `longest` tokens."""
+        start = total = 0
+        most = max(self.batch_tokens, self.longest)
+        for i, length in enumerate(lengths.tolist()):
+            if total + length > most or i - start == self._texts(most):
+                yield slice(start, i)
+                start, total = i, 0
+            total += length
+        if start < len(lengths):
+            yield slice(start, len(lengths))
+
+    @staticmethod
+    def _texts(tokens: int) -> int:
+        return max(tokens // 16, 1)  # texts of a row at most: with fewer than 16 tokens each, the row stays short
+
+    def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
+        """Pooled vectors of texts that fill one row, (len(tokens), D) float32, on the model's device."""
+        device = next(self.model.parameters()).device
+        lengths = np.array([len(t) for t in tokens])
+        ends = np.cumsum(lengths)
+        flat = np.concatenate(tokens)
+        positions = np.arange(len(flat)) - np.repeat(ends - lengths, lengths) + self.first_position
+        starts = np.concatenate([[0], ends])
+        if self.compiled:  # what is filled up belongs to no text
+            most = max(self.batch_tokens, self.longest)
+            flat, positions = (np.pad(x, (0, most - len(x)), constant_values=x[0]) for x in (flat, positions))
+            starts = np.pad(starts, (0, self._texts(most) + 1 - len(starts)), mode="edge")
+        packed = [torch.from_numpy(x) for x in (flat.astype(np.int64), positions, starts.astype(np.int32))]
+        if device.type == "cuda":
+            packed = [x.pin_memory().to(device, non_blocking=True) for x in packed]
+        config = self.core.config
+        usual, config._attn_implementation = config._attn_implementation, "packed_texts"
+        try:
+            hidden = self.states(*packed)
+        finally:
+            config._attn_implementation = usual
+        first = torch.from_numpy(ends - lengths).to(device)
+        if encoder.pooling == "ance":
+            out = self.model.norm(self.model.embeddingHead(hidden[first])).float()
+        elif encoder.pooling == "first":
+            out = hidden[first].float()
+        else:
+            out = torch.segment_reduce(hidden[:int(ends[-1])].float(), "mean", axis=0, unsafe=True,
+                                       lengths=torch.from_numpy(lengths).to(device))
+        return F.normalize(out, dim=-1) if encoder.normalise else out
+
+
+def _padded_vectors(model: nn.Module, tokens: list[np.ndarray], encoder: Encoder, pad: int) -> Tensor:
+    """Pooled vectors of one batch of texts, padded to the longest: (len(tokens), D) float32 on the model's device."""
+    device = next(model.parameters()).device
+    input_ids = torch.full((len(tokens), max(max(map(len, tokens)), 1)), pad)
+    mask = torch.zeros_like(input_ids)
+    for r, ids in enumerate(tokens):
+        input_ids[r, :len(ids)] = torch.from_numpy(ids)
+        mask[r, :len(ids)] = 1  # by position, never by id
+    return pool(model, input_ids.to(device), mask.to(device), encoder)
+
+
 @torch.no_grad()
+def encode_tokens(model: nn.Module, tokens: Sequence[np.ndarray], encoder: Encoder, pad: int, batch_tokens: int = 8192,
+                  packed: PackedModel | None = None, progress: Callable[[int], None] = lambda n: None) -> Tensor:
+    """Token ids of texts, int32 arrays → (len(tokens), D) float32 on the model's device, in order.
+
+    Texts of the same tokens are encoded once.  Sorted by length, so that a batch pads little and runs of texts that
+    fill a row are alike; on CUDA bf16 autocast for a float32 model.
+    """
+    slot: dict[bytes, int] = {}
+    which = [slot.setdefault(ids.tobytes(), len(slot)) for ids in tokens]
+    distinct = list({number: ids for number, ids in zip(which, tokens)}.values())
+    order = sorted(range(len(distinct)), key=lambda i: -len(distinct[i]))
+    device = next(model.parameters()).device
+    out = torch.empty(len(distinct), vector_size(model), device=device)
+    if packed is None:
+        parts, start = [], 0
+        while start < len(order):
+            step = max(batch_tokens // max(len(distinct[order[start]]), 1), 1)
+            parts.append(order[start:start + step])
+            start += step
+    else:
+        lengths = np.array([len(distinct[i]) for i in order])
+        parts = [order[part] for part in packed.batches(lengths)]
+    autocast = device.type == "cuda" and next(model.parameters()).dtype == torch.float32
+    for rows in parts:
+        batch = [distinct[i] for i in rows]
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            vectors = packed.vectors(batch, encoder) if packed else _padded_vectors(model, batch, encoder, pad)
+        out[torch.tensor(rows, device=device)] = vectors.float()
+        progress(len(rows))
+    progress(len(which) - len(distinct))
+    return out[torch.tensor(which, dtype=torch.long, device=device)]
+
+
 def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Encoder | None = None, query: bool = False,
            batch_tokens: int = 8192, ids: Sequence[str] | None = None, counts: dict | None = None,
            progress: Progress | None = None) -> Tensor:
@@ -301,52 +442,39 @@ def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Enco
 
     encoder: settings; by default ANCE's for an ANCE model, mean pooling and normalisation for any other
     query: take the query side's prefix and length instead of the passage side's
-    batch_tokens: padded tokens of one batch; texts are sorted by length, so that little of it is padding
+    batch_tokens: tokens of one batch, padding included
     ids: passage ids; given, a NaN or infinite vector (also one beyond fp16) is a RetrieverError that names its passage
     counts: a dict whose "truncated" is raised by the number of texts that were cut to the length
     progress: to be told of every encoded text; by default one of its own
 
-    A text occurring several times is encoded once, so equal texts get equal vectors.  float32; on CUDA bf16 autocast.
+    A text occurring several times is encoded once, so equal texts get equal vectors.  float32; on CUDA bf16 autocast,
+    and without padding where the model's family allows it.
     """
     encoder = encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
     prefix, length = ((encoder.query_prefix, encoder.query_length) if query else
                       (encoder.passage_prefix, encoder.passage_length))
-    length = min(length, _position_limit(model.config))
-    slot = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    distinct, ends = list(slot), set(tokenizer.all_special_ids)
-    tokens, cut = [], [False] * len(distinct)
-    for start in range(0, len(distinct), 1024):
-        batch = tokenizer([prefix + t for t in distinct[start:start + 1024]], verbose=False)["input_ids"]
-        for i, full in enumerate(batch, start):
-            tokens.append(truncate_ids(full, length, ends))
-            cut[i] = len(full) > length
+    length, ends, tokens = min(length, _position_limit(model.config)), set(tokenizer.all_special_ids), []
+    for start in range(0, len(texts), 1024):
+        batch = tokenizer([prefix + t for t in texts[start:start + 1024]], verbose=False)["input_ids"]
+        tokens += [np.array(full, dtype=np.int32) for full in batch]
     if counts is not None:
-        counts["truncated"] = counts.get("truncated", 0) + sum(cut[slot[t]] for t in texts)
-
+        counts["truncated"] = counts.get("truncated", 0) + sum(len(t) > length for t in tokens)
+    tokens = [truncate_ids(t, length, ends) for t in tokens]
     bar = progress or Progress(len(texts), "encode", "texts")
-    device, model = next(model.parameters()).device, model.eval()
-    pad = tokenizer.pad_token_id or 0  # masked; RoBERTa counts positions by it, and its tokenizer has it
-    out = torch.empty(len(distinct), vector_size(model))
-    order, start = sorted(range(len(distinct)), key=lambda i: -len(tokens[i])), 0
-    while start < len(order):
-        width = max(len(tokens[order[start]]), 1)
-        rows = order[start:start + max(batch_tokens // width, 1)]
-        input_ids = torch.full((len(rows), width), pad)
-        mask = torch.zeros_like(input_ids)
-        for r, i in enumerate(rows):
-            input_ids[r, :len(tokens[i])] = torch.tensor(tokens[i], dtype=torch.long)
-            mask[r, :len(tokens[i])] = 1  # by position, never by id
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            out[rows] = pool(model, input_ids.to(device), mask.to(device), encoder).cpu()
-        start += len(rows)
-        bar.update(len(rows))
-    bar.update(len(texts) - len(distinct))
+    packed = PackedModel(model, batch_tokens) if can_pack(model, tokens) else None
+    vectors = encode_tokens(model.eval(), tokens, encoder, tokenizer.pad_token_id or 0, batch_tokens, packed,
+                            bar.update).cpu()
     if progress is None:
         bar.close()
-    vectors = out[[slot[t] for t in texts]] if len(texts) else out
     if ids is not None:
         refuse_nonfinite(vectors, ids)
     return vectors
+
+
+def can_pack(model: nn.Module, tokens: Sequence[np.ndarray]) -> bool:
+    """Do texts go through the model without padding: on CUDA, in a family that can, and none without any token."""
+    return (next(model.parameters()).is_cuda and model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
+            and all(map(len, tokens)))
 
 
 def refuse_nonfinite(vectors: Tensor, ids: Sequence[str]) -> None:
@@ -535,73 +663,203 @@ def _identity(model: nn.Module, tokenizer: Any, encoder: Encoder) -> dict:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+TASK, WINDOW = 2048, 16384  # passages that are tokenised together; that are sorted by length together
+
+
+def _spans(count: int, shard_size: int) -> list[range]:
+    """The passages of every shard."""
+    return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
+
+
+def _token_source(corpus: str | os.PathLike | Sequence[Passage], starts: Sequence[tuple[int, int]], spans: Sequence[range],
+                  shard_size: int, tokenizer: Any, prefix: str, workers: int) -> Iterator[list[np.ndarray]]:
+    """Token ids, uncut, of the passages of some shards, in order, TASK passages at a time."""
+    tasks = [(first, min(TASK, span.stop - first)) for span in spans for first in range(span.start, span.stop, TASK)]
+    if isinstance(corpus, (str, os.PathLike)):
+        path, per_shard = os.fspath(corpus), -(-shard_size // TASK)
+        places = [(starts[first // shard_size * per_shard + first % shard_size // TASK], n) for first, n in tasks]
+        if workers and hasattr(tokenizer, "backend_tokenizer"):
+            yield from tokens_of(path, places, tokenizer.backend_tokenizer.to_str(), prefix, workers)
+            return
+        texts = ([p.contents for _, _, p in islice(located_passages(path, place), n)] for place, n in places)
+    else:
+        texts = ([p.contents for p in corpus[first:first + n]] for first, n in tasks)
+    for part in texts:
+        batch = tokenizer([prefix + text for text in part], verbose=False)["input_ids"]
+        yield [np.array(ids, dtype=np.int32) for ids in batch]
+
+
+def _on_first_rank(work: Callable[[], Any]) -> Any:
+    """What `work` gives on rank 0, on every rank; what it raises is raised on every rank, so that none waits."""
+    if not dist.is_initialized():
+        return work()
+    answer: list = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [work()]
+        except (ValueError, OSError) as e:
+            answer = [e]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]
 
 
 def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], model: nn.Module,
-                tokenizer: Any, encoder: Encoder | None = None, shard_size: int = 65536,
-                batch_tokens: int = 8192) -> Index:
-    """Encode a corpus (a file, or a list of Passage) into `folder`: fp16 `shard-00000.npy` …, `ids.txt`, `meta.json`.
+                tokenizer: Any, encoder: Encoder | None = None, shard_size: int = 65536, batch_tokens: int = 8192,
+                workers: int = 0) -> Index:
+    """Encode a corpus (a file, or a list of Passage) into `folder`: fp16 `shard-00000.npy` …, ids, `meta.json`.
 
-    A shard depends on its own passages alone, appears whole or not at all, and stands in meta.json with its checksum.
-    So a killed build, started again, goes on at the first missing shard and ends with the same bytes; a finished index
-    is checked and left alone.  RetrieverError: the folder holds the index of another corpus or encoder, or of other
-    settings; a vector that is not finite; an empty corpus.  DataError: another build at work in the folder.
+    A shard depends on its own passages alone, appears whole or not at all, and has its checksum beside it, at the end in
+    meta.json.  So a killed build, started again, makes the missing shards and ends with the same bytes; a finished
+    index is checked and left alone.  In a process group every rank makes its share of the shards, and all of them
+    are counted at the end.  workers: processes of this rank that read and tokenise ahead; 0: this one does.
+    On CUDA the encoder is compiled, in bf16, and texts are packed where its family allows it.
+
+    RetrieverError: the folder holds the index of another corpus or encoder, or of other settings; a vector that is not
+    finite; an empty corpus; no space left.  DataError: another build at work in the folder.
     """
     folder, encoder = Path(folder), encoder or (ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER)
     if shard_size < 1:
         raise RetrieverError(f"shard_size is {shard_size}; a shard holds at least one passage. Usual is 65536.")
-    ids, corpus_print = _survey(corpus)
-    identity = {"format": "dense-1", "count": len(ids), "corpus": corpus_print, "shard_size": shard_size,
-                **_identity(model, tokenizer, encoder)}
-    with only_writer(os.fspath(folder)):
-        meta = read_meta(folder)
-        if meta is None:
-            meta = identity | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
-                               "shards": []}
-            write_ids(folder, ids)
-            write_meta(folder, meta)
-        check_same(folder, meta, identity, "Choose another folder, or delete this one.")
-        sound = [_sound(folder, entry) for entry in meta["shards"]]
-        if not all(sound):
-            meta |= {"shards": meta["shards"][:sound.index(False)], "complete": False}
-        done = sum(entry["rows"] for entry in meta["shards"])
-        rest, bar = islice(passages_of(corpus), done, None), Progress(len(ids) - done, f"index {folder}")
-        while part := list(islice(rest, shard_size)):
-            counts: dict = {}
-            vectors = encode(model, tokenizer, [p.contents for p in part], encoder, batch_tokens=batch_tokens,
-                             ids=[p.id for p in part], counts=counts, progress=bar)
-            path = folder / f"shard-{len(meta['shards']):05d}.npy"
-            with atomic_write(str(path), "wb") as f:
-                np.save(f, vectors.half().numpy())
-            meta["shards"].append({"file": path.name, "rows": len(part), "truncated": counts["truncated"],
-                                   "sha256": _sha256(path)})
-            write_meta(folder, meta)
-        bar.close()
-        if not meta["complete"]:
-            write_meta(folder, meta | {"complete": True})
-    return replace(open_index(folder), encoded=len(ids) - done)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    identity = _identity(model, tokenizer, encoder)
+    with contextlib.ExitStack() as stack:
+        def begin() -> tuple[Survey, dict]:
+            stack.enter_context(only_writer(os.fspath(folder)))
+            found = survey(corpus, folder, lambda i: i % shard_size % TASK == 0)
+            meta = read_meta(folder)
+            wanted = {"format": "dense-2", "count": found.count, "corpus": found.fingerprint, "shard_size": shard_size,
+                      **identity}
+            if meta is None:
+                meta = wanted | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
+                                 "shards": []}
+                write_meta(folder, meta)
+            check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
+            return found, meta
+
+        found, meta = _on_first_rank(begin)
+        spans, listed = _spans(found.count, shard_size), {entry["file"]: entry for entry in meta["shards"]}
+        mine = [(n, span, _sound(folder, n, span, listed)) for n, span in enumerate(spans) if n % world == rank]
+        missing = [(n, span) for n, span, sound in mine if not sound]
+        if missing:
+            _check_space(folder, sum(len(span) for _, span in missing) * identity["dim"] * 2)
+            source = _token_source(corpus, found.starts, [span for _, span in missing], shard_size, tokenizer,
+                                   encoder.passage_prefix, workers)
+            with contextlib.closing(source):
+                _encode_shards(folder, missing, source, model, tokenizer, encoder, batch_tokens)
+        encoded = sum(len(span) for _, span in missing)
+        if world > 1:
+            counts = [0] * world
+            dist.all_gather_object(counts, encoded)
+            encoded = sum(counts)
+        _on_first_rank(lambda: _finish(folder, meta, spans, listed, encoded))
+    return replace(open_index(folder), encoded=encoded)
 
 
-def _sound(folder: Path, entry: dict) -> bool:
-    path = folder / entry["file"]
-    return path.is_file() and _sha256(path) == entry["sha256"]
+def _encode_shards(folder: Path, missing: Sequence[tuple[int, range]], source: Iterator[list[np.ndarray]],
+                   model: nn.Module, tokenizer: Any, encoder: Encoder, batch_tokens: int) -> None:
+    """Encode shards (number, passages) from their tokens; a thread writes one while the next is encoded."""
+    length, ends = min(encoder.passage_length, _position_limit(model.config)), set(tokenizer.all_special_ids)
+    bar = Progress(sum(len(span) for _, span in missing), f"index {folder}")
+    packed, model = None, model.eval()
+    if can_pack(model, []):
+        model = copy.deepcopy(model).to(torch.bfloat16)
+        packed = PackedModel(model, batch_tokens, compiled=True)
+    with ThreadPoolExecutor(1) as writer:
+        written = None
+        for number, span in missing:
+            vectors, truncated = np.empty((len(span), vector_size(model)), dtype=np.float16), 0
+            for first in range(0, len(span), WINDOW):
+                window: list[np.ndarray] = []
+                while len(window) < min(WINDOW, len(span) - first):
+                    window += next(source)
+                truncated += sum(len(ids) > length for ids in window)
+                window = [truncate_ids(ids, length, ends) for ids in window]
+                part = encode_tokens(model, window, encoder, tokenizer.pad_token_id or 0, batch_tokens,
+                                     packed if all(map(len, window)) else None, bar.update).half()
+                if not torch.isfinite(part).all():
+                    ids = read_ids(folder)
+                    refuse_nonfinite(part, [ids[i] for i in span[first:first + len(part)]])
+                vectors[first:first + len(part)] = part.cpu().numpy()
+            if written is not None:
+                written.result()
+            written = writer.submit(_write_shard, folder, number, vectors, truncated)
+        if written is not None:
+            written.result()
+    bar.close()
+
+
+def _write_shard(folder: Path, number: int, vectors: np.ndarray, truncated: int) -> None:
+    """A shard and, once it is whole on the disk, the entry that counts it as made."""
+    path = folder / f"shard-{number:05d}.npy"
+    try:
+        with atomic_write(str(path), "wb") as f:
+            np.save(f, vectors)
+        entry = {"file": path.name, "rows": len(vectors), "truncated": truncated, "bytes": path.stat().st_size,
+                 "sha256": _sha256(path)}
+        with atomic_write(str(path.with_suffix(".json"))) as f:
+            json.dump(entry, f)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        raise RetrieverError(f"no space left for {path}; its shards before are whole. Make room and start the same "
+                             "command again: it goes on there.") from e
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RetrieverError(f"the index at {folder} needs another {needed / 1e9:,.1f} GB, but its disk has "
+                             f"{free / 1e9:,.1f} GB free; make room, or choose a folder on another disk")
+
+
+def _entry(folder: Path, number: int, listed: dict[str, dict]) -> dict | None:
+    """The entry of a shard: beside it while an index is made, in meta.json when it is finished."""
+    path = folder / f"shard-{number:05d}.json"
+    return json.loads(path.read_text()) if path.is_file() else listed.get(f"shard-{number:05d}.npy")
+
+
+def _sound(folder: Path, number: int, span: range, listed: dict[str, dict]) -> bool:
+    """Is that shard made, whole and as it was written?"""
+    entry, path = _entry(folder, number, listed), folder / f"shard-{number:05d}.npy"
+    return (entry is not None and entry["rows"] == len(span) and path.is_file()
+            and path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"])
+
+
+def _finish(folder: Path, meta: dict, spans: Sequence[range], listed: dict[str, dict], encoded: int) -> None:
+    """Count the shards and write them into meta.json."""
+    entries = [_entry(folder, n, listed) for n in range(len(spans))]
+    rows = [entry and entry["rows"] for entry in entries]
+    if rows != [len(span) for span in spans]:
+        raise RetrieverError(f"the index at {folder} holds {sum(filter(None, rows)):,} of {meta['count']:,} passages: "
+                             "shards went away while it was built. Run the command again.")
+    if encoded or not meta["complete"]:
+        write_meta(folder, meta | {"complete": True, "shards": entries})
+    for n in range(len(spans)):
+        (folder / f"shard-{n:05d}.json").unlink(missing_ok=True)
 
 
 def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokenizer: Any = None,
-               encoder: Encoder | None = None) -> Index:
+               encoder: Encoder | None = None, verify: bool = False) -> Index:
     """Open a finished index, memory-mapped.  Given a model, also check that it is the one that built it.
 
+    Sizes and shapes of all files are looked at; `verify` reads every shard and compares its checksum as well.
     RetrieverError: no index, an unfinished or damaged one, another model, tokenizer, pooling, prefix or length.
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    if meta is None or meta.get("format") != "dense-1":
+    if meta is None or meta.get("format") != "dense-2":
         raise RetrieverError(f"there is no dense index at {folder}; build it with: python retriever.py kind=dense "
                              f"corpus=FILE encoder=FOLDER index={folder.parent if folder.name == 'dense' else 'OUT'}")
     if not meta["complete"]:
-        raise RetrieverError(f"the index at {folder} is unfinished ({sum(s['rows'] for s in meta['shards']):,} of "
-                             f"{meta['count']:,} passages); run the command that builds it again: it goes on there")
+        done = sum(json.loads(path.read_text())["rows"] for path in folder.glob("shard-*.json"))
+        raise RetrieverError(f"the index at {folder} is unfinished ({done:,} of {meta['count']:,} passages); run the "
+                             "command that builds it again: it goes on there")
     try:  # "c": private pages, so that torch may take the array without a copy; nothing is ever written
         shards = [np.load(folder / s["file"], mmap_mode="c") for s in meta["shards"]]
         ids = read_ids(folder)
@@ -611,6 +869,10 @@ def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokeni
     if [s.shape for s in shards] != [(e["rows"], meta["dim"]) for e in meta["shards"]] or len(ids) != meta["count"]:
         raise RetrieverError(f"the index at {folder} is damaged: its files hold {sum(map(len, shards)):,} vectors and "
                              f"{len(ids):,} ids, meta.json says {meta['count']:,}. Delete it and build it again.")
+    for entry in meta["shards"] if verify else []:
+        if _sha256(folder / entry["file"]) != entry["sha256"]:
+            raise RetrieverError(f"{folder}/{entry['file']} has another checksum than when it was written: it is "
+                                 "damaged. Run the command that builds the index again: it makes that shard anew.")
     if model is not None:
         _check_encoder(folder, meta, model, tokenizer, encoder)
     return Index(ids, shards, meta, str(folder))
@@ -908,10 +1170,14 @@ class RetrieverConfig:
     """tokens a query may have; unset: 512 or the model's limit"""
     passage_length: int | None = None
     """tokens a passage may have; unset: 384 or the model's limit"""
-    batch_tokens: int = 8192
-    """padded tokens of one encoder batch"""
+    batch_tokens: int = 0
+    """tokens of one encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
     shard_size: int = 65536
-    """passages of one index file; a killed build loses at most one of them"""
+    """passages of one index file; a killed build loses at most one or two of them on every rank"""
+    workers: int = -1
+    """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
+    verify: bool = False
+    """compare the checksums of a dense index when it is opened: reads all of it"""
     device: str = "auto"
     """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
     k1: float = 0.9
@@ -944,6 +1210,10 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder]:
                         query_length=cfg.query_length, passage_length=cfg.passage_length)
 
 
+def _batch_tokens(cfg: RetrieverConfig, model: nn.Module) -> int:
+    return cfg.batch_tokens or (65536 if next(model.parameters()).is_cuda else 8192)
+
+
 def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
     """The retriever a config describes: its saved indexes, or BM25 in memory from the corpus where none is saved."""
     if cfg.kind == "remote":
@@ -961,8 +1231,9 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
         if not cfg.index:
             raise RetrieverError(f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
                                  "corpus=FILE encoder=FOLDER index=OUT, then give index=OUT")
-        index = open_index(Path(cfg.index, "dense"))  # before any model is loaded
-        return DenseRetriever(index, *_load(cfg), batch_tokens=cfg.batch_tokens)
+        index = open_index(Path(cfg.index, "dense"), verify=cfg.verify)  # before any model is loaded
+        model, tokenizer, encoder = _load(cfg)
+        return DenseRetriever(index, model, tokenizer, encoder, _batch_tokens(cfg, model))
 
     if cfg.kind == "hybrid":
         return HybridRetriever(dense(), bm25(), cfg.depth, cfg.rrf_k, cfg.weights)
@@ -982,8 +1253,11 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
     return len(ids), len(ids)
 
 
-def main(cfg: RetrieverConfig) -> dict:
-    """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; what is finished there is left alone."""
+def main(cfg: RetrieverConfig) -> dict | None:
+    """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; what is finished there is left alone.
+
+    Under torchrun every rank encodes its share of a dense index on its own GPU; rank 0 makes BM25 and the report.
+    """
     if cfg.kind == "remote":
         raise RetrieverError("kind=remote has no index here; build it where serve.py runs, with the kind it serves")
     if not cfg.corpus or not cfg.index:
@@ -991,14 +1265,30 @@ def main(cfg: RetrieverConfig) -> dict:
                              "corpus=FILE index=FOLDER.")
     if cfg.kind != "bm25" and not cfg.encoder:
         _load(cfg)  # its error, before anything is built
+    where = setup() if "RANK" in os.environ else None
+    try:
+        return _build(cfg, where.rank if where else 0)
+    finally:
+        cleanup()
+
+
+def _build(cfg: RetrieverConfig, rank: int) -> dict | None:
     started, dim, truncated = time.monotonic(), None, 0
     count = indexed = 0
-    if cfg.kind != "dense":
+    if cfg.kind != "dense" and rank == 0:
         count, indexed = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.k1, cfg.b)
     if cfg.kind != "bm25":
-        index = build_index(Path(cfg.index, "dense"), cfg.corpus, *_load(cfg), cfg.shard_size, cfg.batch_tokens)
+        model, tokenizer, encoder = _load(cfg)
+        workers = cfg.workers
+        if workers < 0:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            workers = min(16, max(os.cpu_count() // here - 1, 1)) if next(model.parameters()).is_cuda else 0
+        index = build_index(Path(cfg.index, "dense"), cfg.corpus, model, tokenizer, encoder, cfg.shard_size,
+                            _batch_tokens(cfg, model), workers)
         count, indexed, dim = len(index.ids), index.encoded, index.size
         truncated = sum(shard["truncated"] for shard in index.meta["shards"])
+    if rank:
+        return None
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())

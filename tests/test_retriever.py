@@ -462,10 +462,10 @@ def test_index_roundtrip_and_refusals(tmp_path):
     with pytest.raises(RetrieverError, match="python retriever.py"):
         open_index(tmp_path / "nowhere")
 
-    (tmp_path / "i/shard-00001.npy").write_bytes(b"damaged")  # noticed, and only that and what follows is built again
+    (tmp_path / "i/shard-00001.npy").write_bytes(b"damaged")  # noticed, and only that is built again
     with pytest.raises(RetrieverError, match="damaged"):
         open_index(tmp_path / "i")
-    assert build_index(tmp_path / "i", corpus, model, tokenizer, encoder, shard_size=20).encoded == 30
+    assert build_index(tmp_path / "i", corpus, model, tokenizer, encoder, shard_size=20).encoded == 20
     meta = json.loads((tmp_path / "i/meta.json").read_text())
     (tmp_path / "i/meta.json").write_text(json.dumps(meta | {"complete": False}))
     with pytest.raises(RetrieverError, match="unfinished"):
@@ -477,11 +477,11 @@ import sys, time, torch
 torch.set_num_threads(1)
 sys.path[:0] = [{root!r}]
 import retriever
-fast = retriever.encode
+fast = retriever.encode_tokens
 def slow(*args, **kwargs):
     time.sleep(0.05)
     return fast(*args, **kwargs)
-retriever.encode = slow
+retriever.encode_tokens = slow
 parts = retriever.load_encoder({encoder!r}, device="cpu")
 retriever.build_index({out!r}, {corpus!r}, *parts, shard_size=5)
 """
