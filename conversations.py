@@ -607,8 +607,8 @@ CAST21 = {
                              "1ff527a87bb13af4d2caa612b4dea5ff58920f9ca3cf534b69ea98b08005339e"),
 }
 CAST21_COUNTS = {"turns": 239, "test_turns": 158, "MARCO documents": 3_213_835, "KILT documents": 5_903_530}
-CAST21_PASSAGES = """  passages/*.jsonl or passages/*.trecweb  (made by the track's own tool: nothing else splits as it does, and a passage
-    is named by its place in that splitting)
+CAST21_PASSAGES = """  passages/*.jsonl or passages/*.trecweb  (made by the track's own tool: nothing else splits as
+    it does, and a passage is named by its place in that splitting)
     1. msmarco-docs.tsv.gz from https://msmarco.blob.core.windows.net/msmarcoranking/msmarco-docs.tsv.gz,
        kilt_knowledgesource.json from http://dl.fbaipublicfiles.com/KILT/kilt_knowledgesource.json and
        WashingtonPost.v4.tar.gz from https://trec.nist.gov/data/wapost/ (after an agreement with NIST)

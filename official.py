@@ -208,8 +208,8 @@ def fetch(url: str, path: str) -> None:
     right = (digest.hexdigest(), base64.b64encode(digest.digest()).decode())  # both forms are in use
     if stated and stated.removeprefix("md5:") not in right:
         os.remove(part)
-        raise DataError(f"download of {url}: its MD5 is {right[0]}, the server says {stated}; the bytes were damaged on "
-                        "the way: run the same command again")
+        raise DataError(f"download of {url}: its MD5 is {right[0]}, the server says {stated}; the bytes were damaged "
+                        "on the way: run the same command again")
     os.replace(part, path)
 
 
