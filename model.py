@@ -114,6 +114,7 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
     for i, layer in enumerate(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))):  # the decoder layers
         if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)  # not the call: FSDP's hooks stay outside
+            torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)  # layouts, two dtypes
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
     # FSDP gathers parameters around forward(); distributed.shard_model registers this method to be treated alike.

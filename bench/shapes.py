@@ -1,0 +1,109 @@
+"""What the benchmarks share: named model shapes with random weights, a tokenizer, the card's ceilings, the result's form.
+
+Shapes are Qwen2's (tied embeddings), as the peer's script has them; N counts the embedding once, because the tied head
+uses it in every trained token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+SHAPES = {
+    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+                 vocab_size=2048),
+    "0.5b": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+                 intermediate_size=4864, vocab_size=151936),
+    "1.5b": dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+                 intermediate_size=8960, vocab_size=151936),
+    "3b": dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+               intermediate_size=11008, vocab_size=151936),
+}
+BF16_FLOPS = 989e12  # dense bf16 of the H100's and H200's data sheets: every MFU here is a share of it
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second, data sheets
+WORDS = 2000  # of the tokenizer; the model's other ids decode to nothing
+
+
+def model_config(shape: str) -> Qwen2Config:
+    """The config of a named shape."""
+    return Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=WORDS + 1,
+                       pad_token_id=WORDS, bos_token_id=None)
+
+
+def random_lm(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """A causal LM with random weights, made on the device: the same for every process of one kind of device."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype, attn_implementation="sdpa")
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """`w0 w1 …`, one token a word."""
+    vocab = {f"w{i}": i for i in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1, "<unk>": WORDS + 2}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def write_config_folder(shape: str, folder: str) -> str:
+    """A model folder without weights: what an engine needs whose weights come with the first sync."""
+    config = model_config(shape)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def parameters(shape: str) -> int:
+    """N, the number of parameters, tied ones once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(model_config(shape)).parameters())
+
+
+def card() -> str:
+    """The name of the device that is measured."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor() or 'cpu'} (CPU)"
+
+
+def bandwidth() -> float | None:
+    """Bytes a second of the card's memory by its data sheet; None for a card that is not listed."""
+    return next((rate for name, rate in BANDWIDTH.items() if name in card()), None)
+
+
+def report(results: dict, out: str) -> None:
+    """Print one JSON line with card, versions, command and date, and write it to the file `out` if one is named."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    vllm = sys.modules.get("vllm")
+    if vllm is not None:
+        versions["vllm"] = vllm.__version__
+    row = {"bench": Path(sys.argv[0]).stem, "card": card(), "versions": versions,
+           "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])]),
+           "date": time.strftime("%Y-%m-%d"), **results}
+    text = json.dumps(row)
+    print(text, flush=True)
+    if out:
+        os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+        with open(out, "w", encoding="utf-8") as f:
+            f.write(json.dumps(row, indent=1) + "\n")
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A command line with what every benchmark has."""
+    p = argparse.ArgumentParser(description=doc.split("\n")[0])
+    p.add_argument("--shape", default="3b", choices=SHAPES)
+    p.add_argument("--out", default="", help="also write the JSON to this file")
+    return p

@@ -1,0 +1,177 @@
+"""The update alone, on random rollouts of a stated shape: seconds, unique tokens a second, MFU, peak memory, floor.
+
+    python bench/update.py --shape 3b --groups 8 --responses 16 --prompt 330 --response 386
+    python bench/update.py … --budget 6656,8192,16384 --recompute 0,0.5,1 --lengths equal,spread --layout auto,whole
+    torchrun --nproc-per-node 2 bench/update.py …        the same global batch over two processes: compare the losses
+
+Every combination of the comma-separated settings is measured with a fresh model: one update to compile and warm up,
+then `--updates` timed ones, optimizer step included; the median counts.  A setting that does not fit is reported as
+such.  Unique tokens: the prompt of a group once, the last token of a response (it is nobody's input) never, however
+they were computed.  MFU: 6 N per unique token, of 989 TFLOP/s, whatever was recomputed.  Floor: 6 N per unique token
+at 989 TFLOP/s + AdamW's 28 bytes a parameter at the card's bandwidth.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+
+import shapes
+import torch
+
+import distributed as D
+import grpo
+import model as M
+from rollout import Rollout, collate_rollouts
+
+
+def lengths_of(kind: str, count: int, mean: int, cap: int, rng: random.Random) -> list[int]:
+    """Response lengths: all `mean`, or log-normal ones (sigma 0.6 before the cut at `cap`) with that mean."""
+    if kind == "equal":
+        return [mean] * count
+    drawn = [rng.lognormvariate(0, 0.6) for _ in range(count)]
+    scale = mean * count / sum(drawn)
+    for _ in range(20):  # cutting lowers the mean: scale until it is met
+        out = [max(4, min(cap, round(x * scale))) for x in drawn]
+        scale *= mean * count / sum(out)
+    return out
+
+
+def make_rollouts(args, kind: str, vocabulary: int) -> list[Rollout]:
+    """The whole batch of all processes, the same on each."""
+    rng = random.Random(0)
+    lengths = iter(lengths_of(kind, args.groups * args.responses, args.response, args.cap, rng))
+    out = []
+    for group in range(args.groups):
+        prompt = rng.choices(range(vocabulary), k=args.prompt)
+        for _ in range(args.responses):
+            n = next(lengths)
+            out.append(Rollout(prompt, rng.choices(range(vocabulary), k=n), [-12.0] * n, [1] * n, group, "length"))
+    return out
+
+
+def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute: float) -> dict:
+    """One setting."""
+    cuda = where.device.type == "cuda"
+    torch._dynamo.reset()
+    policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
+                                 cuda and not args.eager)
+    D.shard_model(policy, where, cuda, not args.gather_each, args.offload)
+    reference = None
+    if args.reference:
+        reference = shapes.random_lm(args.shape, torch.bfloat16 if cuda else torch.float32, where.device)
+        reference = M.prepare_causal_lm(reference, compiled=cuda and not args.eager).requires_grad_(False)
+        D.shard_model(reference, where, gather_once=not args.gather_each)
+    cfg = grpo.GRPOConfig(micro_batch_tokens=budget, gather_once=not args.gather_each, temperature=1.0)
+    rollouts = make_rollouts(args, kind, shapes.SHAPES[args.shape]["vocab_size"])
+    mine = [r for r in rollouts if r.group_id % where.world == where.rank]
+    held, _ = grpo.share_rollouts(mine, 0, where)
+    advantages = grpo.group_advantages([float(sum(r.response_ids) % 97) for r in held], [r.group_id for r in held])
+    batch = collate_rollouts(held, advantages, 0)
+    with layout_of(layout):
+        plans = grpo.plan_updates(policy, batch, cfg, where)
+    own = [M.unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
+           sum(m.packed.computed for plan in plans for m in plan if m.rows)]
+    unique, computed = map(int, D.all_reduce_sum(own))
+    optimizer = M.make_optimizer(policy, 1e-6)
+    seconds, reference_seconds, first = [], [], {}
+    for i in range(args.updates + 1):
+        if i == 1 and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        if reference is not None:
+            reference_seconds.append(grpo.timed(where.device, grpo.add_reference, reference, plans, 1.0)[1])
+        stats, took = grpo.timed(where.device, grpo.update, policy, optimizer, plans, cfg, where)
+        seconds.append(took)
+        first = first or stats
+    if args.profile and where.rank == 0:
+        profile(args.profile, lambda: grpo.update(policy, optimizer, plans, cfg, where))
+    size, took = shapes.parameters(args.shape), statistics.median(seconds[1:])
+    cards = where.world
+    floor = 6 * size * unique / shapes.BF16_FLOPS / cards
+    moved = 28 * size / cards / shapes.bandwidth() if shapes.bandwidth() else None
+    return {"micro_batches": len(plans[0]), "unique_tokens": unique, "computed_tokens": computed, "trained_tokens": first["tokens"], "loss": first["loss"],
+            "grad_norm": first["grad_norm"], "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
+            "tokens_per_second": round(unique / took), "mfu": round(floor / took, 4),
+            "floor_seconds": round(floor + (moved or 0.0), 4), "layouts": sorted({kind_of(m) for p in plans for m in p}),
+            **({"reference_seconds": round(statistics.median(reference_seconds[1:]), 4),
+                "reference_floor_seconds": round(floor / 3, 4)} if reference is not None else {}),
+            **({"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+                "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)} if cuda else {})}
+
+
+def kind_of(micro: grpo.MicroBatch) -> str:
+    """Which layout a micro-batch has."""
+    if "cu_seq_lens_q" in micro.packed.inputs:
+        return "whole"
+    return "dense" if isinstance(micro.packed.inputs.get("attention_mask"), torch.Tensor) else "shared"
+
+
+class layout_of:
+    """Within the block sequences are laid out in this way, whatever model.choose_layout would say; auto: as it says."""
+
+    def __init__(self, layout: str):
+        self.layout, self.rule = layout, M.choose_layout
+
+    def __enter__(self):
+        if self.layout != "auto":
+            M.choose_layout = lambda *_: self.layout
+
+    def __exit__(self, *_):
+        M.choose_layout = self.rule
+
+
+def profile(path: str, work) -> None:
+    """Write what the device spends its time on during `work`."""
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with torch.profiler.profile(activities=kinds) as found:
+        work()
+    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(found.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90))
+
+
+def main() -> None:
+    p = shapes.parser(__doc__)
+    p.add_argument("--groups", type=int, default=8, help="of all processes")
+    p.add_argument("--responses", type=int, default=16, help="a group")
+    p.add_argument("--prompt", type=int, default=330, help="tokens")
+    p.add_argument("--response", type=int, default=386, help="tokens, the mean where lengths differ")
+    p.add_argument("--cap", type=int, default=1024, help="longest response where lengths differ")
+    p.add_argument("--lengths", default="equal", help="equal, spread, or both with a comma")
+    p.add_argument("--layout", default="auto", help="auto, shared, whole, dense")
+    p.add_argument("--budget", default="8192", help="micro_batch_tokens")
+    p.add_argument("--recompute", default="0", help="gradient_checkpointing, a share of the layers")
+    p.add_argument("--updates", type=int, default=3, help="timed updates a setting")
+    p.add_argument("--reference", action="store_true", help="hold a bf16 reference and time its pass too")
+    p.add_argument("--eager", action="store_true", help="without torch.compile")
+    p.add_argument("--gather-each", action="store_true", help="cast and gather weights for every pass")
+    p.add_argument("--offload", action="store_true", help="weights and optimizer in host memory")
+    p.add_argument("--profile", default="", help="write a profile of one more update to this file")
+    args = p.parse_args()
+    where = D.setup()
+    rows = []
+    for kind, layout, budget, recompute in itertools.product(*(x.split(",") for x in (args.lengths, args.layout, args.budget,
+                                                                                    args.recompute))):
+        setting = {"lengths": kind, "layout": layout, "budget": int(budget), "recompute": float(recompute)}
+        began = time.perf_counter()
+        try:
+            row = setting | measure(args, where, kind, layout, int(budget), float(recompute))
+        except torch.cuda.OutOfMemoryError:
+            row = setting | {"oom": True}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        rows.append(row | {"wall_seconds": round(time.perf_counter() - began, 1)})
+        D.print0(*(f"{k}={v}" for k, v in rows[-1].items()))
+    if where.rank == 0:
+        shapes.report({"shape": args.shape, "parameters": shapes.parameters(args.shape), "processes": where.world,
+                       "groups": args.groups, "responses": args.responses, "prompt_tokens": args.prompt,
+                       "response_tokens": args.response, "compiled": not args.eager, "settings": rows}, args.out)
+    D.cleanup()
+
+
+if __name__ == "__main__":
+    main()
