@@ -41,9 +41,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bm25 import BM25Retriever
+from bm25 import BM25Retriever, build_postings
 from config import run, save_config
-from data import Passage, atomic_write, located_passages, only_writer, read_corpus
+from data import Passage, atomic_write, located_lines, located_passages, only_writer
 from distributed import cleanup, setup
 from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
                       passages_of, read_ids, read_meta, survey, tokens_of, write_meta)
@@ -625,20 +625,6 @@ def rrf(lists: Sequence[Sequence], k: int = 60, depth: int | None = None,
     return sorted(((id_, math.fsum(t)) for id_, t in terms.items()), key=lambda hit: (-hit[1], hit[0]))
 
 
-# --------------------------------------------------------------------------------------------- corpora and ids on disk
-
-def _survey(corpus: str | os.PathLike | Sequence[Passage]) -> tuple[PassageIds, str]:
-    """One pass over a corpus: its ids and a sha256 over ids and contents, in order."""
-    h, ids = hashlib.sha256(), []
-    for passage in passages_of(corpus):
-        if passage.id.split() != [passage.id]:
-            raise RetrieverError(f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a column "
-                                 "of TREC files. Rename it.")
-        ids.append(passage.id)
-        h.update(f"{passage.id}\x1f{passage.contents}\x1e".encode())
-    return PassageIds(ids), h.hexdigest()
-
-
 # ---------------------------------------------------------------------------------------------------------- dense index
 
 @dataclass
@@ -1186,6 +1172,10 @@ class RetrieverConfig:
     """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
     query_words: int = 1024
     """BM25: words of a query that are used"""
+    analyzer: Literal["lucene", "snowball"] = "lucene"
+    """BM25: lucene agrees with Lucene and Anserini to the bit; snowball is bm25s' tokeniser with PyStemmer's English"""
+    bm25_workers: int = 1
+    """BM25: processes that build an index, and that share the queries of one batch"""
     depth: int = 100
     """hybrid: places used of either list, at least 50"""
     rrf_k: int = 60
@@ -1222,10 +1212,10 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
     def bm25() -> BM25Retriever:
         folder = Path(cfg.index, "bm25")
         if cfg.corpus and not (cfg.index and folder.is_dir()):
-            return BM25Retriever(read_corpus(cfg.corpus), cfg.k1, cfg.b, cfg.query_words)
+            return BM25Retriever(cfg.corpus, cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers)
         if not cfg.index:
             raise RetrieverError("BM25 has neither corpus nor index: give corpus=FILE, or index=FOLDER of a saved one")
-        return BM25Retriever.open(folder, cfg.k1, cfg.b, cfg.query_words)
+        return BM25Retriever.open(folder, cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers)
 
     def dense() -> DenseRetriever:
         if not cfg.index:
@@ -1240,17 +1230,20 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
     return dense() if cfg.kind == "dense" else bm25()
 
 
-def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], k1: float = 0.9,
-               b: float = 0.4) -> tuple[int, int]:
+def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], analyzer: str = "lucene",
+               workers: int = 1) -> tuple[int, int]:
     """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where the same index stood there)."""
     folder = Path(folder)
-    ids, corpus_print = _survey(corpus)
     with only_writer(os.fspath(folder.parent), folder.name):
         if (meta := read_meta(folder)) is not None:
-            check_same(folder, meta, {"corpus": corpus_print}, "Choose another folder, or delete this one.")
-            return len(BM25Retriever.open(folder, k1, b).passage_ids), 0
-        BM25Retriever(passages_of(corpus), k1, b).save(folder, corpus_print)
-    return len(ids), len(ids)
+            found = survey(corpus, folder, lambda i: False)
+            check_same(folder, meta, {"corpus": found.fingerprint}, "Choose another folder, or delete this one.")
+            return len(BM25Retriever.open(folder, analyzer=analyzer).passage_ids), 0
+        total = sum(1 for _ in located_lines(corpus)) if isinstance(corpus, (str, os.PathLike)) else len(corpus)
+        progress = Progress(total, f"index {folder}")
+        count = build_postings(folder, corpus, analyzer, workers, progress.update)
+        progress.close()
+    return count, count
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
@@ -1276,7 +1269,7 @@ def _build(cfg: RetrieverConfig, rank: int) -> dict | None:
     started, dim, truncated = time.monotonic(), None, 0
     count = indexed = 0
     if cfg.kind != "dense" and rank == 0:
-        count, indexed = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.k1, cfg.b)
+        count, indexed = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.analyzer, cfg.bm25_workers)
     if cfg.kind != "bm25":
         model, tokenizer, encoder = _load(cfg)
         workers = cfg.workers

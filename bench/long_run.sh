@@ -9,7 +9,7 @@ name=$1 out=$2; shift 2
 py=${PY:-.venv/bin/python} run=${RUN:-runs/$name}
 mkdir -p "$out" "$run"
 case $name in
-  canard) data=data/canard tokens=96 search="retriever.kind=bm25 retriever.corpus=$data/corpus.jsonl" sft="--config configs/canard-sft.yaml" ;;
+  canard) data=data/canard tokens=96 search="retriever.kind=bm25 retriever.corpus=$data/corpus.jsonl retriever.analyzer=snowball" sft="--config configs/canard-sft.yaml" ;;
   demo-long)
     data=data/demo tokens=64 search="retriever.kind=dense retriever.index=$run/index retriever.encoder=models/minilm"
     sft="--config configs/demo-sft.yaml max_turns=null samples_per_turn=8 max_response_tokens=64 engine.batch=256 chunk=512 $search"

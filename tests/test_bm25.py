@@ -1,16 +1,24 @@
-"""bm25.py against oracles written apart from it: Lucene's formula by hand, full sorts, brute force."""
+"""bm25.py against oracles written apart from it: Lucene's formula by hand, full sorts, brute force, PyStemmer."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bm25 import BM25Retriever, EnglishTokenizer, RetrieverError
+import bm25 as B
+from bm25 import BM25Retriever, Child, LuceneEnglish, SnowballEnglish, build_postings, porter, standard_words
 from data import Passage
+from passages import RetrieverError
 
+ROOT = Path(__file__).resolve().parent.parent
 WORDS = "red blue green fox dog bird tree wine river stone cloud music paper engine garden winter".split()
 
 
@@ -34,54 +42,177 @@ def sorted_rank(scores: np.ndarray, golds: list[int], cutoff: int) -> int | None
     return best if best <= cutoff else None
 
 
-def lucene(passages_: list[str], query: str, k1: float, b: float) -> np.ndarray:
+# ------------------------------------------------------------------------------------------------------------- analysis
+
+@pytest.mark.parametrize("text,words", [  # right-hand sides: Lucene 9.9's StandardTokenizer, asked in Anserini 1.7.1
+    ("The dog's bone isn't 3.14 or 1,000,000 foo_bar", "The dog's bone isn't 3.14 or 1,000,000 foo_bar"),
+    ("O'Neil's e.g. U.S.A. wi-fi can’t women’s x'y'z", "O'Neil's e.g U.S.A wi fi can’t women’s x'y'z"),
+    ("12a3 3a.4 a3.4 3,a 3..4 #1 5'10 1'2 1:2 1;2", "12a3 3a 4 a3.4 3 a 3 4 1 5'10 1'2 1 2 1;2"),
+    ("_a_ __ a:b a·b @x a_.b a__b 1_a _", "_a_ a:b a·b x a_ b a__b 1_a"),
+    ("naïve Ünïcode ﬁne ß ＡＢＣ １２３", "naïve Ünïcode ﬁne ß ＡＢＣ １２３"),
+    ("日本語 カタカナ ひらがな 한국어 ภาษาไทย", "日 本 語 カタカナ ひ ら が な 한국어 ภาษาไทย"),
+    ("I ❤️ 👍🏽 A♭ x★y ①②", "I ❤️ 👍🏽 A ♭ x ★ y"),
+    ('ראב"י ג\'ירפה e\u0301té a\u200bb', 'ראב"י ג\'ירפה e\u0301té a b'),
+    ("mail@example.com https://a.b/c?d=e", "mail example.com https a.b c d e"), ("", ""), (" \n\t- … !", "")])
+def test_words_are_those_of_lucenes_standard_tokenizer(text, words):
+    assert standard_words(text) == words.split()
+
+
+def test_a_word_stands_alone_whatever_is_around_it():
+    """The two forms of the grammar agree: ASCII text by itself and beside a letter that makes it go by classes."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choices("ab1.2,;:'_-\" \n", k=rng.randint(1, 12)))
+        assert standard_words(f"é{text}" if text[0] in " \n" else f"é {text}") == ["é", *standard_words(text)], text
+        assert standard_words(text.replace(" ", "\u3000")) == standard_words(text), text
+
+
+def test_long_tokens_are_cut():
+    assert [len(w) for w in standard_words("x" * 600 + " y")] == [255, 255, 90, 1]
+    assert [len(w) for w in standard_words("é" * 300)] == [255, 45]
+
+
+@pytest.mark.parametrize("word,stem", [pair.split(">") for pair in (  # by hand from Porter's rules
+    "caresses>caress ponies>poni ties>ti caress>caress cats>cat feed>feed agreed>agre plastered>plaster bled>bled "
+    "motoring>motor sing>sing conflated>conflat troubled>troubl sized>size hopping>hop tanned>tan falling>fall "
+    "hissing>hiss fizzed>fizz failing>fail filing>file happy>happi sky>sky relational>relat conditional>condit "
+    "rational>ration valenci>valenc hesitanci>hesit digitizer>digit conformabli>conform radicalli>radic "
+    "differentli>differ vileli>vile analogousli>analog vietnamization>vietnam predication>predic operator>oper "
+    "feudalism>feudal decisiveness>decis hopefulness>hope callousness>callous formaliti>formal sensitiviti>sensit "
+    "sensibiliti>sensibl triplicate>triplic formative>form formalize>formal electriciti>electr electrical>electr "
+    "hopeful>hope goodness>good revival>reviv allowance>allow inference>infer airliner>airlin gyroscopic>gyroscop "
+    "adjustable>adjust defensible>defens irritant>irrit replacement>replac adjustment>adjust dependent>depend "
+    "adoption>adopt homologou>homolog communism>commun activate>activ angulariti>angular homologous>homolog "
+    "effective>effect bowdlerize>bowdler probate>probat rate>rate cease>ceas controll>control roll>roll "
+    "possibly>possibl apologies>apolog archaeology>archaeolog is>is as>as").split()])
+def test_porter_by_hand(word, stem):
+    assert porter(word) == stem
+
+
+def test_porter_is_pystemmers_but_for_its_three_departures():
+    import Stemmer
+    rng, stem = random.Random(1), Stemmer.Stemmer("porter").stemWord
+    parts = ("a b c d e f g i k l m n o p r s t u v w x y z th ch qu ll ss tt ed ing s es ies ational tional enci izer alli "
+             "entli eli ousli ization ation ator alism iveness fulness ousness aliti iviti biliti icate ative alize iciti "
+             "ical ful ness ance ence able ible ant ement ment ent ion ism ate iti ous ive ize y").split()
+    compared = 0
+    for _ in range(20000):
+        word = "".join(rng.choices(parts, k=rng.randint(1, 5)))
+        if len(word) > 2 and not any(e in word for e in ("bl", "log")):
+            compared += 1
+            assert porter(word) == stem(word), word
+    assert compared > 15000
+
+
+def test_analysis_end_to_end():
+    english = LuceneEnglish()
+    assert english("The Dogs' bones: it's the dog’s, IT'S Σας İstanbul's") == [
+        "dog", "bone", "dog", "σας", "istanbul"]  # it's, less 's, is a stop word
+    assert english("running RUNS ran U.S.A. 3.5 of and") == ["run", "run", "ran", "u.s.a", "3.5"]
+    assert SnowballEnglish()("The dog's bones possibly") == ["dog", "bone", "possibl"]
+    with pytest.raises(RetrieverError, match="'porter'.*lucene"):
+        BM25Retriever(plain(["a fox"]), analyzer="porter")
+
+
+def test_lengths_are_lucenes_byte():
+    """SmallFloat.intToByte4 and back, by its own arithmetic; some values as Lucene 9.9 gives them."""
+    def long_to_int4(i):
+        bits = i.bit_length()
+        return i if bits < 4 else i >> bits - 4 & 7 | bits - 3 << 3
+
+    def int4_to_long(i):
+        return i & 7 if i >> 3 == 0 else (i & 7 | 8) << (i >> 3) - 1
+    free = 255 - long_to_int4(2**31 - 1)
+    assert free == 24
+    values = [*range(5000), 10**5, 12345678, 2**31 - 1]
+    slow = [i if i < free else free + int4_to_long(long_to_int4(i - free)) for i in values]
+    assert LuceneEnglish.lengths(np.array(values)).tolist() == slow
+    assert [slow[i] for i in (23, 39, 40, 41, 42, 100, 101, 4999)] == [23, 39, 40, 40, 42, 96, 96, 4632]
+
+
+# ----------------------------------------------------------------------------------------------------------------- BM25
+
+def lucene(passages_: list[str], query: str, k1: float, b: float, analyse) -> np.ndarray:
     """BM25 of Lucene by its formula, float64, one query word after the other, repeated words repeated."""
-    analyse = EnglishTokenizer()
     documents = [analyse(p) for p in passages_]
-    mean = sum(map(len, documents)) / len(documents)
+    lengths = analyse.lengths(np.array([len(d) for d in documents]))
+    filled = sum(map(bool, documents))
+    mean = sum(map(len, documents)) / filled
     scores = np.zeros(len(documents))
     for word in analyse(query):
         df = sum(word in d for d in documents)
         if df:
-            idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
+            idf = math.log(1 + (filled - df + 0.5) / (df + 0.5))
             for i, d in enumerate(documents):
                 if tf := d.count(word):
-                    scores[i] += idf * tf / (tf + k1 * (1 - b + b * len(d) / mean))
+                    scores[i] += idf * tf / (tf + k1 * (1 - b + b * lengths[i] / mean))
     return scores
 
 
+@pytest.mark.parametrize("analyzer", [LuceneEnglish, SnowballEnglish])
 @pytest.mark.parametrize("k1,b", [(0.9, 0.4), (0.82, 0.68), (1.2, 0.0), (0.0, 1.0)])
-def test_bm25_equals_the_formula(k1, b):
-    corpus = passages(80)
-    bm25 = BM25Retriever(corpus, k1, b)
+def test_bm25_equals_the_formula(k1, b, analyzer):
+    corpus = passages(80, most=60) + [Passage("empty", "", "the of")]
+    bm25 = BM25Retriever(corpus, k1, b, analyzer=analyzer.name)
     rng = random.Random(3)
     queries = ["red", "red red red fox", "The foxes of the rivers", "titles", "unknownword number5 number5"]
     queries += [" ".join(rng.choices(WORDS, k=rng.randint(1, 9))) for _ in range(20)]
     for query in queries:
-        truth = lucene([p.contents for p in corpus], query, k1, b)
+        truth = lucene([p.contents for p in corpus], query, k1, b, analyzer())
         scores = bm25.scores(query)
         assert np.allclose(scores if scores is not None else 0, truth, rtol=1e-5, atol=1e-6), query
     assert np.allclose(bm25.scores("fox fox fox"), 3 * bm25.scores("fox"), rtol=1e-6)  # counted as often as it stands
 
 
-def test_bm25_rank_agrees_with_its_own_list_and_a_full_sort():
-    corpus = passages(300, most=3)
-    bm25 = BM25Retriever(corpus)
+def test_scores_are_lucenes_float32():
+    """BM25Similarity's operations one after the other in float32, for one word; then a sum in float64."""
+    corpus = plain(["red fox " * 5, "red " + "w x y z " * 12, "blue fox", "red red"])
+    bm25, f = BM25Retriever(corpus, 0.9, 0.4), np.float32
+    lengths, mean, parts = [10, 48, 2, 2], f(63 / 4), []  # 49 words become 48 in a byte
+    assert LuceneEnglish.lengths(np.array([10, 49, 2, 2])).tolist() == lengths
+    for times, df, tf in ((2, 3, [5, 1, 0, 2]), (1, 2, [5, 0, 1, 0])):  # "red red fox"
+        weight = f(times) * f(math.log(1 + (4 - df + 0.5) / (df + 0.5)))
+        inverse = [f(1) / (f(0.9) * ((f(1) - f(0.4)) + f(0.4) * f(n) / mean)) for n in lengths]
+        parts.append([weight - weight / (f(1) + f(t) * i) for t, i in zip(tf, inverse)])
+    expected = np.array(parts, dtype=np.float64).sum(axis=0).astype(np.float32)
+    assert bm25.scores("red fox red").tolist() == expected.tolist()
+    assert [s for _, s in bm25.search(["red fox red"], 9)[0]] == sorted(expected.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("shard,block", [(1 << 17, 1 << 24), (700, 4000)])
+def test_bm25_rank_agrees_with_its_own_list_and_a_full_sort(monkeypatch, shard, block):
+    """Lists and ranks by bounds and look-ups are those of all scores: long and short lists, rare and frequent words."""
+    monkeypatch.setattr(B, "SHARD", shard)
+    monkeypatch.setattr(B, "BLOCK", block)
     rng = random.Random(4)
-    for _ in range(60):
-        query = " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
-        rows = rng.sample(range(300), rng.randint(1, 3))
+    rare = [f"rare{i}" for i in range(40)]
+    corpus = passages(1500, most=3)
+    corpus = [Passage(p.id, p.title, p.text + " " + rng.choice(rare + [""] * 60)) for p in corpus]
+    bm25 = BM25Retriever(corpus)
+    for _ in range(150):
+        query = " ".join(rng.choices(WORDS, k=rng.randint(1, 3)) + rng.choices(rare, k=rng.randint(0, 2)) + ["title"])
+        rows = rng.sample(range(1500), rng.randint(1, 3))
         golds = [corpus[i].id for i in rows]
         scores = bm25.scores(query)
-        hits = bm25.search([query], 300)[0]
-        assert [i for i, _ in hits] == [corpus[i].id for i in np.lexsort((np.arange(300), -scores)) if scores[i] > 0]
-        for cutoff in (5, 100, 300):
+        order = [i for i in np.lexsort((np.arange(1500), -scores)).tolist() if scores[i] > 0]
+        for k in (1, 7, 100, 1500):
+            assert bm25.search([query], k)[0] == [(corpus[i].id, float(scores[i])) for i in order[:k]], (query, k)
+        for cutoff in (5, 100, 1500):
             rank = sorted_rank(scores, rows, cutoff) if scores[rows].max() > 0 else None
             assert bm25.gold_ranks([query], [golds], cutoff) == [rank]
-        ranks = dict.fromkeys(golds)  # by the list: others at least as good, the golds left out
-        best = max((s for i, s in hits if i in ranks), default=None)
-        assert bm25.gold_ranks([query], [golds], 300) == [
-            None if best is None else 1 + sum(s >= best for i, s in hits if i not in ranks)]
+    assert not bm25._totals().any()  # whoever used them left them clean
+
+
+def test_ties_count_against_the_gold():
+    bm25 = BM25Retriever(plain(["red fox", "red dog", "red fox", "blue", "red fox"]))
+    assert bm25.gold_ranks(["fox"] * 3, [["0"], ["2", "4"], ["0", "2", "4"]]) == [3, 2, 1]
+    assert [i for i, _ in bm25.search(["fox"], 2)[0]] == ["0", "2"]  # ties by id
+    assert bm25.gold_ranks(["fox"], [["3"]]) == [None] and bm25.gold_ranks(["fox"], [["0"]], cutoff=2) == [None]
+
+
+def test_ids_decide_ties_not_places():
+    corpus = [Passage(id_, "", "red fox") for id_ in ("c", "a", "d", "b")]
+    assert [i for i, _ in BM25Retriever(corpus).search(["fox"], 3)[0]] == ["a", "b", "c"]
 
 
 def test_k_above_the_corpus_ret_04():
@@ -106,6 +237,7 @@ def test_unknown_words_find_nothing_ret_08():
     assert first == [] and len(second) == 2
     assert bm25.search(["", "the of", " \n "], 2) == [[], [], []]
     assert bm25.gold_ranks(["zyzzy", "", "fox", "red"], [["0"], ["0"], ["2"], ["2"]]) == [None] * 4  # score 0
+    assert bm25.scores("zyzzy") is None
 
 
 def test_different_queries_different_lists_ret_10():
@@ -118,24 +250,91 @@ def test_very_long_query_ret_12():
     query = " ".join(f"w{i}" for i in range(1500))
     assert [i for i, _ in bm25.search([query], 3)[0]] == ["0"]  # cut after 1,024 words, and counted
     assert bm25.counts == {"truncated": 1}
+    assert bm25.search([query] * 3, 3)[2] and bm25.counts == {"truncated": 2}  # a repeated query is searched once
 
 
-def test_bm25_saved_and_opened(tmp_path):
-    corpus = passages(60)
-    fresh = BM25Retriever(corpus, 0.82, 0.68)
-    fresh.save(tmp_path / "bm25")
-    saved = BM25Retriever.open(tmp_path / "bm25", 0.82, 0.68)
-    queries = ["red fox", "number3 the garden garden", "nothingatall", ""]
-    assert saved.search(queries, 20) == fresh.search(queries, 20)
-    golds = [[corpus[i].id] for i in (1, 3, 5, 7)]
-    assert saved.gold_ranks(queries, golds) == fresh.gold_ranks(queries, golds)
-    assert isinstance(saved._scorer.scores["data"], np.memmap)
-    with pytest.raises(RetrieverError, match="k1 0.82"):
-        BM25Retriever.open(tmp_path / "bm25")
-    saved.k1 = 0.9
-    with pytest.raises(RetrieverError, match="saved"):
-        saved.search(queries, 1)
+# -------------------------------------------------------------------------------------------------- on disk, in processes
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "meta.json"}
+
+
+@pytest.mark.parametrize("analyzer", ["lucene", "snowball"])
+def test_bm25_saved_built_and_opened(tmp_path, monkeypatch, analyzer):
+    corpus = passages(260, most=30) + plain(["the", "naïve 日本語 red"])
+    fresh = BM25Retriever(corpus, 0.82, 0.68, analyzer=analyzer)
+    fresh.save(tmp_path / "saved")
+    monkeypatch.setattr(B, "SHARD", 50)
+    monkeypatch.setattr(B, "BLOCK", 300)
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": p.id, "title": p.title, "text": p.text}) + "\n"
+                                              for p in corpus))
+    told = []
+    assert build_postings(tmp_path / "alone", corpus, analyzer, progress=told.append) == 262 == sum(told)
+    build_postings(tmp_path / "three", tmp_path / "c.jsonl", analyzer, workers=3)
+    same = contents(tmp_path / "saved")
+    assert contents(tmp_path / "alone") == same == contents(tmp_path / "three")  # in pieces, in processes: to the byte
+    queries = ["red fox", "number3 the garden garden", "nothingatall", "", "naïve 語"] * 5
+    golds = [[corpus[i].id] for i in (1, 3, 5, 7, 261)] * 5
+    for workers in (1, 2):
+        saved = BM25Retriever.open(tmp_path / "three", 0.82, 0.68, analyzer=analyzer, workers=workers)
+        assert saved.search(queries, 20) == fresh.search(queries, 20)
+        assert saved.gold_ranks(queries, golds) == fresh.gold_ranks(queries, golds)
+        assert isinstance(saved._index.passages, np.memmap) and isinstance(saved._index.codes, np.memmap)
+    saved.k1, saved.b = 1.2, 0.0  # nothing of them is in the index
+    assert saved.scores("red fox").tolist() == BM25Retriever(corpus, 1.2, 0.0, analyzer=analyzer).scores("red fox").tolist()
+    with pytest.raises(RetrieverError, match=f"analyzer '{analyzer}'"):
+        BM25Retriever.open(tmp_path / "saved", analyzer={"lucene": "snowball", "snowball": "lucene"}[analyzer])
+
+
+def test_bad_indexes_are_refused(tmp_path):
     with pytest.raises(RetrieverError, match="python retriever.py"):
         BM25Retriever.open(tmp_path / "nowhere")
-    with pytest.raises(RetrieverError, match="no.*word"):
-        BM25Retriever(plain(["the", "a of", ""]))
+    for nothing in (["the", "a of", "", "! … ?"], []):
+        with pytest.raises(RetrieverError, match="no.*word|no passages"):
+            BM25Retriever(plain(nothing))
+        with pytest.raises(RetrieverError, match="no.*word|no passages"):
+            build_postings(tmp_path / "b", plain(nothing))
+    with pytest.raises(RetrieverError, match="'1' occurs"):
+        build_postings(tmp_path / "b", [*plain(["red", "fox"]), Passage("1", "", "dog")])
+    with pytest.raises(RetrieverError, match="blanks"):
+        build_postings(tmp_path / "b", [Passage("1 2", "", "dog")], workers=2)
+    assert list(tmp_path.iterdir()) == []  # whole or not at all
+    build_postings(tmp_path / "b", plain(["red fox", "dog"]))
+    meta = tmp_path / "b/meta.json"
+    meta.write_text(meta.read_text().replace("bm25-2", "bm25-1"))
+    with pytest.raises(RetrieverError, match="bm25-2"):
+        BM25Retriever.open(tmp_path / "b")
+    meta.write_text(meta.read_text().replace("bm25-1", "bm25-2"))
+    np.save(tmp_path / "b/passages.npy", np.zeros(1, dtype=np.int32))
+    with pytest.raises(RetrieverError, match="damaged"):
+        BM25Retriever.open(tmp_path / "b")
+
+
+def test_workers_answer_as_one_process_does():
+    corpus, rng = passages(300), random.Random(8)
+    queries = [" ".join(rng.choices(WORDS, k=3)) for _ in range(60)]
+    golds = [[rng.choice(corpus).id] for _ in queries]
+    one, three = BM25Retriever(corpus), BM25Retriever(corpus, workers=3)
+    assert three.search(queries, 10) == one.search(queries, 10)
+    assert three.gold_ranks(queries, golds) == one.gold_ranks(queries, golds)
+    with pytest.raises(RetrieverError, match="workers is 0"):
+        BM25Retriever(corpus, workers=0)
+
+
+def test_a_child_hands_on_its_error_and_its_death():
+    assert Child(lambda: [1, "a"]).result() == [1, "a"]
+    with pytest.raises(ZeroDivisionError):
+        Child(lambda: 1 / 0).result()
+    with pytest.raises(RuntimeError, match="ended without an answer"):
+        Child(lambda: os.kill(os.getpid(), 9)).result()
+
+
+def test_sparse_search_runs_without_torch(tmp_path):
+    for name in ("bm25", "passages", "data"):
+        (tmp_path / f"{name}.py").write_bytes((ROOT / f"{name}.py").read_bytes())
+    code = ("import sys, bm25; from data import Passage\n"
+            "r = bm25.BM25Retriever([Passage('a', '', 'red fox'), Passage('b', '', 'blue fox')])\n"
+            "print(r.search(['red'], 3)[0][0][0], sorted({'torch', 'transformers', 'bm25s'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": ""})
+    assert done.stdout.strip() == "a []", done.stderr
