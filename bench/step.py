@@ -1,0 +1,171 @@
+"""A whole GRPO step by phase, on random weights of a named shape, beside the peer's in the same run on the same card.
+
+    python bench/step.py --shape 3b --engine torch --peer hf --peer-script trl_grpo.py
+    python bench/step.py --shape 0.5b --engine vllm --peer vllm --peer-script trl_grpo.py
+    torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
+
+It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a hash
+of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left out; the
+medians of the others count.  The peer (TRL's GRPOTrainer, a script of its own: see --peer-script) runs first, in a
+process of its own with the same sizes, and its first step is left out too.
+
+Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
+step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N and
+the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; the sync reads 4 N and writes 2 N.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import zlib
+
+import shapes
+import torch
+
+import data
+import distributed as D
+import grpo
+import model as M
+from reward import Parsed
+from rollout import EngineConfig, open_engine
+
+
+def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
+    """A reward between 0 and 1 for each response that depends on nothing but its ids."""
+    texts = [data.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
+    return [grpo.Score(text, Parsed("", "", False), None, zlib.crc32(str(r.response_ids).encode()) % 100 / 100)
+            for text, r in zip(texts, rollouts)]
+
+
+def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
+    """grpo.start without files: random weights, random prompts."""
+    cuda = where.device.type == "cuda"
+    dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
+    cfg = grpo.GRPOConfig(
+        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.n, max_prompt_tokens=args.prompt_len,
+        max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001, micro_batch_tokens=args.budget,
+        gradient_checkpointing=args.recompute, compile=compiled, steps=args.steps + 1, warmup_steps=0,
+        engine=EngineConfig(kind=args.engine, batch=args.engine_batch, gpu_memory=args.gpu_memory))
+    grpo.check_config(cfg, where.world)
+    tokenizer = shapes.word_tokenizer()
+    engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
+                         weights=False)
+    policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", args.recompute, compiled)
+    reference = None
+    if cfg.kl_coef:
+        reference = shapes.random_lm(args.shape, torch.float32, where.device).to(dtype).requires_grad_(False)
+        reference = D.shard_model(M.prepare_causal_lm(reference, compiled=compiled), where, gather_once=True)
+    D.shard_model(policy, where, cuda, gather_once=True)
+    rng = random.Random(0)
+    count = args.prompts * (args.steps + 1)
+    prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(count)]
+    turns = [data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)]
+    return grpo.Run(cfg=cfg, where=where, tokenizer=tokenizer, policy=policy, reference=reference,
+                    optimizer=M.make_optimizer(policy, cfg.lr), engine=engine, retriever=None, task=None, golds={},
+                    turns=turns, prompts=prompts, dev=[], dev_prompts=[], steps=cfg.steps, settings={}, best={})
+
+
+def floors(args, world: int) -> dict[str, float]:
+    """The least seconds of every phase on `world` cards."""
+    config, size, rate = shapes.model_config(args.shape), shapes.parameters(args.shape), shapes.bandwidth()
+    rows, flops = args.prompts * args.n / world, shapes.BF16_FLOPS
+    unique = args.prompts / world * (args.prompt_len + args.n * (args.new - 1))
+    head = config.hidden_size // config.num_attention_heads
+    token = 4 * config.num_hidden_layers * config.num_key_value_heads * head  # bytes of keys and values, bf16
+    cached = rows * token * (args.prompt_len + args.new / 2)
+    decode = max((2 * size + cached) / rate, 2 * size * rows / flops)
+    return {"sample": 2 * size * args.prompts / world * args.prompt_len / flops + args.new * decode,
+            "reference": 0.0 if args.no_kl else 2 * size * unique / flops,
+            "update": 6 * size * unique / flops + 28 * size / world / rate, "sync": 6 * size / rate}
+
+
+def ours(args) -> tuple[dict, int]:
+    """Phases of our steps, and the rank of this process."""
+    where = D.setup()
+    grpo.score = hashed_scores
+    cuda = where.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(args, where, shapes.write_config_folder(args.shape, folder))
+        grpo.wake_engine(run)
+        rows, walls = [], []
+        for step in range(args.steps + 1):
+            if step == 1 and cuda:
+                torch.cuda.reset_peak_memory_stats()
+            (row, _), wall = grpo.timed(where.device, grpo.train_step, run, step)
+            D.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
+            rows.append(row)
+            walls.append(wall)
+    phases = {name: statistics.median(row[f"seconds_{name}"] for row in rows[1:])
+              for name in ("sample", "reward", "reference", "update", "sync")}
+    size, world = shapes.parameters(args.shape), where.world
+    unique = args.prompts * (args.prompt_len + args.n * (args.new - 1))
+    tokens = args.prompts * args.n * args.new
+    result = {"step_seconds": round(statistics.median(walls[1:]), 3), "steps": [round(w, 3) for w in walls],
+              "phases": {k: round(v, 3) for k, v in phases.items()},
+              "sampled_tokens_per_second": round(tokens / phases["sample"]),
+              "update_unique_tokens_per_second": round(unique / phases["update"]),
+              "update_mfu": round(6 * size * unique / phases["update"] / world / shapes.BF16_FLOPS, 4),
+              "engine_gap": rows[-1]["engine_gap"], "engine_gap_max": rows[-1]["engine_gap_max"],
+              "loss": [row["loss"] for row in rows], "response_tokens": rows[-1]["response_tokens"]}
+    if cuda:
+        free, total = torch.cuda.mem_get_info()
+        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+                   "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+                   "card_used_gib_at_end": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
+    if shapes.bandwidth():
+        result["floors"] = {k: round(v, 4) for k, v in floors(args, world).items()}
+    D.cleanup()
+    return result, where.rank
+
+
+def peer(args) -> dict:
+    """The peer's step, in a process of its own that is gone before ours begins."""
+    command = [sys.executable, args.peer_script, "--shape", args.shape, "--prompts", str(args.prompts), "--n", str(args.n),
+               "--prompt-len", str(args.prompt_len), "--new", str(args.new), "--micro", str(args.peer_micro), "--steps",
+               str(args.peer_steps + 1), "--engine", args.peer, "--beta", "0" if args.no_kl else "0.001"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"failed": done.returncode, "stderr": done.stderr[-3000:]}
+    row = json.loads(lines[-1])
+    return row | {"step_seconds": round(statistics.median(row["steps"][1:]), 3), "micro_batch": args.peer_micro}
+
+
+def main() -> None:
+    p = shapes.parser(__doc__)
+    p.add_argument("--engine", default="torch", choices=["torch", "vllm"])
+    p.add_argument("--prompts", type=int, default=16, help="a step, of all processes")
+    p.add_argument("--n", type=int, default=8, help="responses a prompt")
+    p.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    p.add_argument("--new", type=int, default=256, help="tokens of a response")
+    p.add_argument("--steps", type=int, default=3, help="timed steps")
+    p.add_argument("--budget", type=int, default=8192, help="micro_batch_tokens")
+    p.add_argument("--recompute", type=float, default=0.0, help="gradient_checkpointing, a share of the layers")
+    p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
+    p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
+    p.add_argument("--no-kl", action="store_true", help="without reference")
+    p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
+    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, with this engine")
+    p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
+    p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
+    p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
+    args = p.parse_args()
+    theirs = peer(args) if args.peer else None
+    result, rank = ours(args)
+    if rank == 0:
+        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "n", "prompt_len", "new", "budget", "recompute")}
+        result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
+        if theirs is not None:
+            result["peer"] = theirs
+            if "step_seconds" in theirs:
+                result["peer_over_ours"] = round(theirs["step_seconds"] / result["ours"]["step_seconds"], 2)
+        shapes.report(result, args.out)
+
+
+if __name__ == "__main__":
+    main()
