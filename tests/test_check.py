@@ -74,7 +74,7 @@ def test_ance_gets_both_special_tokens_whatever_is_cut(tmp_path, query):
     model, tokenizer, encoder = load_encoder(str(tmp_path), device="cpu")
     seen = []
     model.forward = lambda ids, mask: (seen.extend(row[m.bool()].tolist() for row, m in zip(ids, mask)), torch.zeros(len(ids), 32))[1]
-    encode(model, tokenizer, ["", "Ab", "x" * 60, "x" * 500], encoder, query=query)
+    encode(model, tokenizer, ["", "Ab", "x" * 60, "y" * 500], encoder, query=query)
     assert sorted(len(row) for row in seen) == [2, 4, 62, 62]
     assert all(row[0] == tokenizer.bos_token_id == 0 and row[-1] == tokenizer.eos_token_id == 2 for row in seen)
     cased = next(row for row in seen if len(row) == 4)

@@ -123,7 +123,7 @@ TRAPS = {
     "13 JSONL in files named .json": ["test_prepare_public.test_arrays_are_read_in_pieces_wherever_they_are_cut",
                                       "test_prepare_public.test_broken_files_are_named_with_the_place"],
     "13 row number or TSV id": ["test_prepare_public.test_topiocqa_reaches_a_metric"],
-    "14 the loss depends on the micro-batch": ["test_grpo.test_update_equals_loops_and_does_not_depend_on_the_micro_batch",
+    "14 the loss depends on the micro-batch": ["test_grpo.test_update_equals_loops_and_does_not_depend_on_the_token_budget",
                                                "test_grpo_math.test_grp_15_and_17_sum_over_one_global_count"],
     "15 no time-out and no retry towards the retriever": ["test_serve.test_a_passing_fault_costs_a_retry_and_a_lasting_one_is_named",
                                                           "test_serve.test_ret_30_a_hanging_service_is_given_up",
