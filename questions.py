@@ -152,6 +152,13 @@ def golden(answers: Iterable[Any], where: str) -> list[str]:
     return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
 
 
+def usable(question: Question, tally: Counter) -> bool:
+    """Has it a text and an answer? Else it is left out and counted: nothing could be asked, or nothing scored."""
+    whole = bool(question.question and question.golden_answers)
+    tally["without_question_or_answer"] += not whole
+    return whole
+
+
 def question_id(row: dict, key: str, where: str) -> str:
     """`row[key]`, which becomes a column of TREC files."""
     value = get(row, key, where)
@@ -211,10 +218,8 @@ def make_multihop(cfg: MultihopConfig, name: str, files: dict[str, Official], pu
                 for number, row in enumerate(read(paths, split, tally), 1):
                     aside = split == "train" and held_out(row.question.id, cfg.dev_percent)
                     row.split = "test" if split == "dev" else "dev" if aside else "train"
-                    if row.question.golden_answers:
+                    if usable(row.question, tally):
                         yield row
-                    else:
-                        tally["questions_without_answer"] += 1
                 published.check(f"{split} questions", number, published_counts[split], CUT_OFF)
 
         splits = (["train"] + ["dev"] * (cfg.dev_percent > 0) if cfg.train else []) + ["test"]
@@ -738,10 +743,8 @@ def flashrag(cfg: FlashragConfig) -> dict:
             for split, path in paths.items():
                 for number, row in read_jsonl(path):
                     made = flashrag_row(row, split, f"{path}:{number}")
-                    if made.question.golden_answers:
+                    if usable(made.question, tally):
                         yield made
-                    else:
-                        tally["questions_without_answer"] += 1
 
         return write_rows(folder, cfg.name, list(paths), rows()) | dict(tally)
 

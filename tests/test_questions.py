@@ -107,7 +107,7 @@ def test_musique(tmp_path):
         ("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"), ("Dup", "same"), ("Third", ""),
         ("Other", "Green is the fourth album, by Steve Hillage. 1977"), ("हिन्दी", "कि"), ("हिन्दी", "की"),
         ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays."), ("東京", "東京は日本の首都。 \ufffd half an emoji")])
-    assert (result["unanswerable"], result["questions_without_answer"], result["passages"]) == (1, 1, 8)
+    assert (result["unanswerable"], result["without_question_or_answer"], result["passages"]) == (1, 1, 8)
     assert (result["train_questions"], result["train_judged"], result["test_judged"]) == (2, 2, 1)
     assert result["differs_from_published"]["train questions"] == {"found": 2, "published": 19_938}
 
@@ -321,8 +321,8 @@ def slow_spans(text, starts, size, overlap):
 
 
 def random_text(g):
-    words = ["word", "Ünïcode", "e.g.", "end.", "end!” ", "pause,", "x" * 30, "東京都。", "\n", "\n\n", " ", "\u2028", "3.5",
-             "(a)"]
+    words = ["word", "Ünïcode", "e.g.", "end.", "end!” ", "pause,", "x" * 30, "東京都。", "\n", "\n\n", " ", "\u2028",
+             "3.5", "(a)"]
     return "".join(g.choice(words) + g.choice([" ", "", " "]) for _ in range(g.randrange(120)))
 
 
@@ -402,7 +402,8 @@ def test_chunk_counts_with_a_tokenizer(tmp_path):
 
 def article(n, body, **changes):
     return {"title": f"Title  {n}", "author": None, "source": f"Outlet {n}",
-            "published_at": f"2023-09-2{n}T17:00:00+00:00", "category": "technology", "url": f"https://news.example/{n}", "body": body} | changes
+            "published_at": f"2023-09-2{n}T17:00:00+00:00", "category": "technology",
+            "url": f"https://news.example/{n}", "body": body} | changes
 
 
 BODY = ("First sentence here now. Second  one is\n\nlonger than it. A third sentence ends this. "
@@ -554,6 +555,7 @@ FLASHRAG = [
     {"id": "dev_4", "question": "choice?", "golden_answers": [1], "choices": ["red", "blue"]},
     {"id": "dev_5", "question": "no answer", "golden_answers": []},
     {"id": "dev_6", "question": "number?", "golden_answers": [1999, 2.5]},
+    {"id": "dev_7", "question": " ", "golden_answers": ["a question that nobody can read back"]},
 ]
 
 
@@ -571,8 +573,8 @@ def test_flashrag(tmp_path):
     assert dev["dev_0"].metadata == {"type": "comparison", "level": "hard",
                                      "supporting_facts": {"title": ["Scott", "Ed"], "sent_id": [0, 0]}}
     assert "support_paragraph" not in str(dev["dev_3"].metadata) and dev["dev_1"].metadata["type"] == "compositional"
-    assert (result["questions_without_all_gold"], result["questions_without_answer"], result["test_questions"],
-            result["test_judged"]) == (1, 1, 1, 0)
+    assert (result["questions_without_all_gold"], result["without_question_or_answer"],
+            result["test_questions"], result["test_judged"]) == (1, 2, 1, 0)
     assert by_id(tmp_path / "out", "test")["test_0"].golden_answers == ["one"]
     assert not (tmp_path / "out/test.qrels").exists() and all(i.startswith("mix-p") for i in texts(tmp_path / "out"))
 
