@@ -136,7 +136,7 @@ def retriever_settings(r: RetrieverConfig) -> dict:
 def changed_setting(before: dict, settings: dict) -> str:
     """What the first setting that differs was and is, files compared by content alone; empty where none differs."""
     def split(value: object) -> tuple:  # (what to show, what to compare)
-        texts = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        texts = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
         return tuple(value) if texts else (value, value)
 
     for key, value in settings.items():
@@ -229,7 +229,7 @@ def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[i
     limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
     sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
     fitting = [prompts[t.query_id] for t in turns if len(prompts[t.query_id]) <= limit]
-    sampled = iter(engine.generate(fitting, sampling, progress) if fitting else [])
+    sampled = iter(engine.generate(fitting, sampling, progress))
     rows = []
     for turn in turns:
         ids = prompts[turn.query_id]
@@ -246,7 +246,7 @@ def sample_questions(engine, task, questions: list[Question], prompts: dict[str,
     sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
     fitting = [prompts[q.id] for q in questions if len(prompts[q.id]) <= limit]
     done = run_episodes(engine, fitting, sampling, task, engine.max_length, progress)
-    if done and all(e.rollout.end == "tool_error" for e in done):  # lines like these would count as done
+    if done and all(e.end == "tool_error" for e in done):  # lines like these would count as done
         raise ToolsAway(f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); mend that "
                         "and run again: what was written before is kept")
     episodes = iter(done)
@@ -256,11 +256,11 @@ def sample_questions(engine, task, questions: list[Question], prompts: dict[str,
     for question in questions:
         ids = prompts[question.id]
         for i in range(cfg.samples):
-            episode = next(episodes) if len(ids) <= limit else Episode(Rollout(ids, [], [], [], 0, "too_long"), i)
-            rows.append({"query_id": question.id, "sample": i, "status": episode.rollout.end}
+            episode = next(episodes) if len(ids) <= limit else Episode(ids, [], [], [], 0, "too_long", i)
+            rows.append({"query_id": question.id, "sample": i, "status": episode.end}
                         | trajectory_row(episode, question, task, request)
-                        | {"reward": episode_reward(episode, question, task), "end": episode.rollout.end,
-                           "tokens": len(episode.rollout.response_ids), "prompt": prompt_digest(ids)})
+                        | {"reward": episode_reward(episode, question, task), "end": episode.end,
+                           "tokens": len(episode.response_ids), "prompt": prompt_digest(ids)})
     return rows
 
 
@@ -356,7 +356,7 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
            f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
            f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average")
     mine, tokens, started = left[where.rank::where.world], 0, time.monotonic()
-    if mine:
+    if left:  # every process makes as many calls: an engine over several of them needs that
         engine = open_engine(cfg, tokenizer, where)
         bar = Progress(len(left) * cfg.samples, "sampling", "responses") if where.rank == 0 else None
 
@@ -366,7 +366,7 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
 
         path = f"{cfg.out}.rank{where.rank:03d}"
         with data.naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
-            for at in range(0, len(mine), cfg.chunk):
+            for at in range(0, -(-len(left) // where.world), cfg.chunk):
                 def further(finished: int, *_, before: int = at * cfg.samples) -> None:
                     show(before + finished)
 
@@ -418,7 +418,7 @@ def check(cfg: InferConfig) -> None:
     if os.path.abspath(cfg.out) == os.path.abspath(getattr(cfg, source)):
         raise ConfigError(f"out={cfg.out} is the {source} file itself; choose another name")
     Sampling(temperature=cfg.temperature, top_p=cfg.top_p)  # its errors
-    check_engine(cfg.engine)
+    check_engine(cfg.engine, equal_calls=cfg.task == "rewrite")
     if cfg.samples > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
 

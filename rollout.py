@@ -65,8 +65,11 @@ class EngineConfig:
     unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
 
 
-def check_engine(cfg: EngineConfig) -> None:
-    """Raise RolloutError for engine settings that cannot work with torchrun's processes; loads nothing."""
+def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
+    """Raise RolloutError for engine settings that cannot work with torchrun's processes; loads nothing.
+
+    `equal_calls`: whether all processes call the engine equally often, as sharing one demands (episodes do not).
+    """
     world = int(os.environ.get("WORLD_SIZE", 1))
     for name, ok, rule in (
         ("batch", cfg.batch >= 1, "at least 1"),
@@ -74,6 +77,7 @@ def check_engine(cfg: EngineConfig) -> None:
         ("tensor_parallel", cfg.tensor_parallel >= 1 and world % cfg.tensor_parallel == 0,
          f"a divisor of the {world} processes"),
         ("tensor_parallel", cfg.tensor_parallel == 1 or cfg.kind == "vllm", "1 unless engine.kind=vllm"),
+        ("tensor_parallel", cfg.tensor_parallel == 1 or equal_calls, "1 for episodes, whose numbers of turns differ"),
         ("gap_limit", cfg.gap_limit is None or cfg.gap_limit > 0, "above 0, or null"),
     ):
         if not ok:
