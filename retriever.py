@@ -30,6 +30,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,7 @@ from bm25 import BM25Retriever, build_postings
 from config import run, save_config
 from data import Passage, atomic_write, located_lines, located_passages, only_writer
 from distributed import cleanup, setup
+from exact import FAILED, exact_gold_ranks, exact_search, place
 from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
                       passages_of, read_ids, read_meta, survey, tokens_of, write_meta)
 
@@ -487,125 +489,6 @@ def refuse_nonfinite(vectors: Tensor, ids: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------------------------------ end of the encoders' block
 
-FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
-BLOCK = 8192  # passages of one product
-
-
-def _padded(matrix: Tensor, multiple: int) -> Tensor:
-    """Rows of zeros below, up to a multiple.  At a ragged edge BLAS kernels use other instructions, which round
-    differently; on whole tiles equal vectors get bit-equal scores wherever they stand."""
-    return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
-
-
-def _blocks(shards: Sequence, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(number of the first passage, passages m, (padded m, D) float32) of every block of the shards, in order."""
-    first = 0
-    for shard in shards:
-        for start in range(0, len(shard), BLOCK):
-            part = torch.as_tensor(shard[start:start + BLOCK])
-            yield first + start, len(part), _padded(part.to(device).float(), 64)
-        first += len(shard)
-
-
-def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
-    """(len(rows), D) float32: the vectors of the passages with those numbers."""
-    ends = np.cumsum([len(s) for s in shards])
-    out = torch.empty(len(rows), shards[0].shape[1])
-    which = np.searchsorted(ends, rows, side="right")
-    for s in np.unique(which):
-        inside = np.flatnonzero(which == s)
-        out[inside] = torch.as_tensor(shards[s][rows[inside] - (ends[s] - len(shards[s]))]).float().cpu()
-    return out
-
-
-def _place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
-    """The shards in the memory of a GPU where they fill at most half of what is free; else where they are."""
-    if device.type != "cuda" or sum(s.nbytes for s in shards) > torch.cuda.mem_get_info(device)[0] // 2:
-        return shards
-    return [torch.as_tensor(s).to(device) for s in shards]
-
-
-def _check_size(queries: Tensor, shards: Sequence) -> None:
-    if queries.shape[1] != shards[0].shape[1]:
-        raise RetrieverError(f"query vectors have {queries.shape[1]} dimensions, the index {shards[0].shape[1]}: both "
-                             "sides need one encoder. Take the encoder that built the index, or build it anew.")
-
-
-def _top(scores: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(Q, m) scores, (m,) place of each id among all → the k best by (score descending, id ascending), unordered."""
-    value, index = scores.topk(min(k, scores.shape[1]), dim=1)
-    last = value[:, -1:]
-    spilt = (scores == last).sum(1) > (value == last).sum(1)  # ties at the edge: topk took any of them
-    for q in spilt.nonzero()[:, 0].tolist():
-        above = index[q][value[q] > last[q]]
-        tied = (scores[q] == last[q]).nonzero()[:, 0]
-        index[q] = torch.cat([above, tied[order[tied].argsort()][:index.shape[1] - len(above)]])
-        value[q] = scores[q, index[q]]
-    return value, index
-
-
-@torch.no_grad()
-def exact_search(queries: Tensor, shards: Sequence, k: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Best k of all passages by inner product, block by block: memory does not grow with M.
-
-    queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) int64, each id's place among all ids
-    → scores (Q, K), passage numbers (Q, K) with K = min(k, M), by (score descending, id ascending); (Q,) bool: NaN seen
-    """
-    _check_size(queries, shards)
-    n, padded = len(queries), _padded(queries, 8)
-    best = queries.new_empty(n, 0)
-    rows = torch.empty(n, 0, dtype=torch.long, device=queries.device)
-    failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
-    for first, m, block in _blocks(shards, queries.device):
-        scores = (padded @ block.T)[:n, :m]
-        failed |= scores.amax(1).isnan()
-        value, index = _top(scores, order[first:first + m], k)
-        best, rows = torch.cat([best, value], 1), torch.cat([rows, index + first], 1)
-        by_id = order[rows].argsort(dim=1)
-        best, rows = best.gather(1, by_id), rows.gather(1, by_id)
-        best, by_score = best.sort(dim=1, descending=True, stable=True)
-        best, rows = best[:, :k], rows.gather(1, by_score)[:, :k]
-    return best, rows, failed
-
-
-@torch.no_grad()
-def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence[int]], cutoff: int = 100) -> list:
-    """Rank of the best gold of every query among all M passages, without a top-k: product, comparison, count.
-
-    queries: (Q, D) float32; shards: as in `exact_search`; golds: Q non-empty lists of passage numbers
-    → Q entries: 1-based rank, None beyond `cutoff`, FAILED where a score is NaN
-
-    The comparison needs the gold's score before the pass that computes it.  It is first taken from a product of the
-    gold vectors alone, and the pass confirms it: where a bit differs, it is made again with the score it found itself.
-    """
-    _check_size(queries, shards)
-    n, device, padded = len(queries), queries.device, _padded(queries, 8)
-    pairs = [(q, row) for q, gold in enumerate(golds) for row in dict.fromkeys(gold)]  # P of them
-    pair_query, pair_row = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2).T  # (P,), (P,)
-    gold_score = torch.empty(len(pairs), device=device)
-    for start in range(0, len(pairs), BLOCK):
-        part = slice(start, start + BLOCK)
-        vectors = _padded(_take(shards, pair_row[part].cpu().numpy()).to(device), 64)
-        gold_score[part] = (padded @ vectors.T)[pair_query[part], torch.arange(len(pair_query[part]), device=device)]
-    for _ in range(3):
-        best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, pair_query, gold_score, "amax")  # (Q,)
-        count = torch.zeros(n, dtype=torch.long, device=device)
-        failed, seen = torch.zeros(n, dtype=torch.bool, device=device), torch.empty_like(gold_score)
-        for first, m, block in _blocks(shards, device):
-            scores = (padded @ block.T)[:n, :m]
-            failed |= scores.amax(1).isnan()
-            count += (scores >= best[:, None]).sum(1)
-            here = (pair_row >= first) & (pair_row < first + m)
-            seen[here] = scores[pair_query[here], pair_row[here] - first]
-            count.index_add_(0, pair_query[here], -(seen[here] >= best[pair_query[here]]).long())  # no gold counts
-        if bool(((seen == gold_score) | failed[pair_query]).all()):
-            break
-        gold_score = seen
-    else:
-        raise RuntimeError("the same product gave three different results: this machine's arithmetic can't rank")
-    return [FAILED if bad else c + 1 if c < cutoff else None for c, bad in zip(count.tolist(), failed.tolist())]
-
-
 def rrf(lists: Sequence[Sequence], k: int = 60, depth: int | None = None,
         weights: Sequence[float] | None = None) -> Hits:
     """Reciprocal rank fusion of ranked lists: the score of an id is the sum of weight / (k + its place in a list).
@@ -883,9 +766,14 @@ class DenseRetriever:
         if self.index.meta:
             _check_encoder(self.index.folder, self.index.meta, model, tokenizer, encoder)
         self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
-        self.shards = _place(self.index.shards, self.device)
+        self.shards = place(self.index.shards, self.device)
         self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """(M,) the place of each id among all, on the device of the scores."""
+        return torch.from_numpy(self.passage_ids.order).to(self.device)
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """(Q, D) float32 on the encoder's device."""
@@ -899,9 +787,8 @@ class DenseRetriever:
         """As `search`, with None for a query of which a score is NaN."""
         check_k(k)
         out: list[Hits | None] = []
-        order = torch.from_numpy(self.passage_ids.order).to(self.device)
         for part in self.encode_queries(queries).split(2048):
-            scores, rows, failed = exact_search(part, self.shards, k, order)
+            scores, rows, failed = exact_search(part, self.shards, k, self._order)
             out += [None if bad else [(self.passage_ids[i], s) for i, s in zip(row, score)]
                     for row, score, bad in zip(rows.tolist(), scores.tolist(), failed.tolist())]
         return out

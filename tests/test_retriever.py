@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
 
+import exact
 import retriever as R
 from data import DataError, Passage, only_writer
 from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, HybridRetriever, Index, PassageIds,
@@ -299,7 +300,7 @@ def test_encoders_block_copies_out(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_search_equals_brute_force(monkeypatch, shards):
-    monkeypatch.setattr(R, "BLOCK", 128)
+    monkeypatch.setattr(exact, "CPU_BLOCK", 128 * 24)
     rng = np.random.default_rng(shards)
     vectors = (rng.integers(-60, 61, (700, 24)) / 16).astype(np.float16)  # sums that float32 holds exactly
     queries = (rng.integers(-60, 61, (37, 24)) / 16).astype(np.float32)
@@ -313,7 +314,7 @@ def test_search_equals_brute_force(monkeypatch, shards):
 
 
 def test_search_ties_go_by_id(monkeypatch):
-    monkeypatch.setattr(R, "BLOCK", 64)
+    monkeypatch.setattr(exact, "CPU_BLOCK", 64 * 3)
     rng = np.random.default_rng(5)
     vectors = rng.integers(-2, 3, (500, 3)).astype(np.float16)  # few distinct scores, no rounding
     queries = rng.integers(-2, 3, (9, 3)).astype(np.float32)
@@ -321,12 +322,12 @@ def test_search_ties_go_by_id(monkeypatch):
     for k in (1, 7, 64, 100):
         _, rows, _ = exact_search(torch.from_numpy(queries), [vectors[:333], vectors[333:]], k, torch.from_numpy(order))
         for q in range(9):
-            exact = queries[q].astype(int) @ vectors.astype(int).T
-            assert rows[q].tolist() == sorted(range(500), key=lambda i: (-exact[i], order[i]))[:k]
+            truth = queries[q].astype(int) @ vectors.astype(int).T
+            assert rows[q].tolist() == sorted(range(500), key=lambda i: (-truth[i], order[i]))[:k]
 
 
 def test_gold_ranks_equal_full_sort(monkeypatch):
-    monkeypatch.setattr(R, "BLOCK", 96)
+    monkeypatch.setattr(exact, "CPU_BLOCK", 64 * 4)
     rng = np.random.default_rng(7)
     vectors = rng.integers(-3, 4, (400, 4)).astype(np.float16)
     queries = rng.integers(-3, 4, (60, 4)).astype(np.float32)
@@ -340,7 +341,7 @@ def test_gold_ranks_equal_full_sort(monkeypatch):
 
 def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
     """Twins of the gold in other blocks and shards tie with it bit for bit (this is why tiles are kept whole)."""
-    monkeypatch.setattr(R, "BLOCK", 128)
+    monkeypatch.setattr(exact, "CPU_BLOCK", 128 * 48)
     rng = np.random.default_rng(11)
     vectors = rng.standard_normal((900, 48)).astype(np.float16)
     twins = {3: [130, 700, 899], 500: [501]}
@@ -358,7 +359,7 @@ def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
 def test_gold_score_is_confirmed_by_the_pass(monkeypatch):
     """A first guess that is off by rounding (here: by far) must not place the gold: the pass corrects it."""
     vectors = np.array([[1, 0], [0, 1], [1, 1], [2, 2]], dtype=np.float16)
-    monkeypatch.setattr(R, "_take", lambda shards, rows: torch.zeros(len(rows), 2))
+    monkeypatch.setattr(exact, "_take", lambda shards, rows: torch.zeros(len(rows), 2))
     assert exact_gold_ranks(torch.tensor([[1.0, 1.0]]), [vectors], [[2]]) == [2]
 
 
@@ -534,10 +535,10 @@ def test_dense_ranks_do_not_depend_on_the_batch(tmp_path):
     whole = DenseRetriever(index, model, tokenizer, encoder).gold_ranks(queries, golds, cutoff=120)
     single = DenseRetriever(index, model, tokenizer, encoder, batch_tokens=1)
     vectors = encode(model.double(), tokenizer, queries, encoder).double().numpy()
-    exact = vectors @ np.concatenate(index.shards).astype(float).T
+    truth = vectors @ np.concatenate(index.shards).astype(float).T
     model.float()
     compared = 0
-    for query, gold, rank, scores in zip(queries, golds, whole, exact):
+    for query, gold, rank, scores in zip(queries, golds, whole, truth):
         row = index.ids.position(gold[0])
         if (np.abs(np.delete(scores, row) - scores[row]) > 1e-4).all():
             compared += 1

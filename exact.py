@@ -1,0 +1,291 @@
+"""Exact inner products over the shards of an index: the best k passages of a query, and the rank of its gold.
+
+A file of its own because it knows no text: it takes vectors and numbers of passages, on a CPU or on GPUs, in memory or
+memory-mapped, and copies out alone (with gold_ranks.py for its kernel).
+
+Shards are fp16.  On a CPU a block of them becomes float32 and so does the product; on CUDA queries become fp16, products
+are summed in float32.  A block is small enough to stay in the cache of a CPU, so memory holds one block however large the
+index is, and a passage is read once for all queries.
+
+The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other passages
+whose score is at least the gold's.  Reward needs no list: product, comparison, count.
+
+Shapes: Q queries, M passages, D embedding size, K list length, P pairs of a query and one of its golds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from passages import RetrieverError
+
+FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
+CPU_BLOCK, GPU_BLOCK = 1 << 19, 1 << 28  # numbers of a block of passages, in a CPU's cache; scores of one on a GPU
+
+
+def _padded(matrix: Tensor, multiple: int) -> Tensor:
+    """Rows of zeros below, up to a multiple.  At a ragged edge BLAS kernels use other instructions, which round
+    differently; on whole tiles equal vectors get bit-equal scores wherever they stand."""
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
+
+
+def block_rows(queries: Tensor) -> int:
+    """Passages of one block for (Q, D) queries."""
+    if queries.is_cuda:
+        return max(GPU_BLOCK // max(len(queries), 1), 4096) // 64 * 64
+    return max(CPU_BLOCK // queries.shape[1], 64) // 64 * 64
+
+
+def _products(queries: Tensor, shards: Sequence) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first passage, (Q, m) float32 scores) of every block of the shards, in order.
+
+    A block's scores are overwritten by the next block's.
+    """
+    n, rows, first = len(queries), block_rows(queries), 0
+    if queries.is_cuda:
+        queries = _padded(queries.half(), 8)
+        for shard in shards:
+            for start in range(0, len(shard), rows):
+                part = torch.as_tensor(shard[start:start + rows]).to(queries.device, torch.float16)
+                scores = torch.mm(queries, _padded(part, 64).T, out_dtype=torch.float32)
+                yield first + start, scores[:n, :len(part)]
+            first += len(shard)
+        return
+    queries = _padded(queries, 8)
+    block, scores = torch.zeros(rows, queries.shape[1]), torch.empty(len(queries), rows)
+    for shard in shards:
+        for start in range(0, len(shard), rows):
+            part = torch.as_tensor(shard[start:start + rows])
+            block[:len(part)].copy_(part)
+            torch.mm(queries, block.T, out=scores)  # what the last block left below a shorter one is not looked at
+            yield first + start, scores[:n, :len(part)]
+        first += len(shard)
+
+
+def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
+    """(len(rows), D) float32: the vectors of the passages with those numbers."""
+    ends = np.cumsum([len(s) for s in shards])
+    out = torch.empty(len(rows), shards[0].shape[1])
+    which = np.searchsorted(ends, rows, side="right")
+    for s in np.unique(which):
+        inside = np.flatnonzero(which == s)
+        out[inside] = torch.as_tensor(shards[s][rows[inside] - (ends[s] - len(shards[s]))]).float().cpu()
+    return out
+
+
+def place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
+    """One shard in the memory of a GPU where all fill at most half of what is free; else the shards where they are.
+
+    A passage that is not finite keeps them where they are too: only there is it looked for at every call.
+    """
+    if device.type != "cuda" or sum(s.nbytes for s in shards) > torch.cuda.mem_get_info(device)[0] // 2:
+        return shards
+    whole, first = torch.empty(sum(map(len, shards)), shards[0].shape[1], dtype=torch.float16, device=device), 0
+    for shard in shards:
+        part = whole[first:first + len(shard)]
+        part.copy_(torch.as_tensor(shard))
+        if not torch.isfinite(part).all():
+            return shards
+        first += len(shard)
+    return [whole]
+
+
+def _check_size(queries: Tensor, shards: Sequence) -> None:
+    if shards and queries.shape[1] != shards[0].shape[1]:
+        raise RetrieverError(f"query vectors have {queries.shape[1]} dimensions, the index {shards[0].shape[1]}: both "
+                             "sides need one encoder. Take the encoder that built the index, or build it anew.")
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+def _top(scores: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(Q, m) scores, (m,) place of each id among all → the k best by (score descending, id ascending), unordered."""
+    value, index = scores.topk(min(k, scores.shape[1]), dim=1)
+    last = value[:, -1:]
+    spilt = (scores == last).sum(1) > (value == last).sum(1)  # ties at the edge: topk took any of them
+    for q in spilt.nonzero()[:, 0].tolist():
+        above = index[q][value[q] > last[q]]
+        tied = (scores[q] == last[q]).nonzero()[:, 0]
+        index[q] = torch.cat([above, tied[order[tied].argsort()][:index.shape[1] - len(above)]])
+        value[q] = scores[q, index[q]]
+    return value, index
+
+
+def _merge(scores: Tensor, rows: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(Q, m) scores and passage numbers → the k best of every row, by (score descending, id ascending)."""
+    by_id = order[rows].argsort(dim=1)
+    scores, rows = scores.gather(1, by_id), rows.gather(1, by_id)
+    scores, by_score = scores.sort(dim=1, descending=True, stable=True)
+    return scores[:, :k], rows.gather(1, by_score)[:, :k]
+
+
+class _Best:
+    """The best k passages of every query so far, on a CPU.
+
+    A score below the k-th best so far can't come in, so of a block only a few are looked at: they wait in a list, and
+    are sorted in when there are enough of them.
+    """
+
+    def __init__(self, n: int, order: Tensor, k: int):
+        self.order, self.k = order, k
+        self.scores, self.rows = torch.empty(n, 0), torch.empty(n, 0, dtype=torch.long)
+        self.least = torch.full((n, 1), -math.inf)
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # query, score, row
+        self.count = 0
+
+    def add(self, first: int, scores: Tensor) -> None:
+        """(Q, m) scores of the passages from `first` on."""
+        if self.scores.shape[1] < self.k:
+            value, index = _top(scores, self.order[first:first + scores.shape[1]], self.k)
+            self._keep(torch.cat([self.scores, value], 1), torch.cat([self.rows, index + first], 1))
+            return
+        query, column = (scores >= self.least).nonzero(as_tuple=True)
+        if len(query):
+            self.waiting.append((query, scores[query, column], column + first))
+            self.count += len(query)
+            if self.count > 4 * self.scores.numel():
+                self.sort_in()
+
+    def _keep(self, scores: Tensor, rows: Tensor) -> None:
+        self.scores, self.rows = _merge(scores, rows, self.order, self.k)
+        if self.scores.shape[1] == self.k:
+            self.least = self.scores[:, -1:].clone()
+
+    def sort_in(self) -> None:
+        """Sort the waiting ones in: as a table whose rows are filled up with scores of minus infinity."""
+        if not self.count:
+            return
+        query, score, row = (torch.cat(column) for column in zip(*self.waiting))
+        self.waiting, self.count = [], 0
+        by_query = query.argsort(stable=True)
+        query, score, row = query[by_query], score[by_query], row[by_query]
+        counts = query.bincount(minlength=len(self.scores))
+        place_ = torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
+        table = torch.full((len(counts), int(counts.max())), -math.inf)
+        rows = torch.zeros(table.shape, dtype=torch.long)
+        table[query, place_], rows[query, place_] = score, row
+        self._keep(torch.cat([self.scores, table], 1), torch.cat([self.rows, rows], 1))
+
+
+@torch.no_grad()
+def exact_search(queries: Tensor, shards: Sequence, k: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best k of all passages by inner product, block by block: memory does not grow with M.
+
+    queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) integers, each id's place among all ids
+    → scores (Q, K), passage numbers (Q, K) with K = min(k, M), by (score descending, id ascending); (Q,) bool: NaN seen
+    """
+    _check_size(queries, shards)
+    n, k = len(queries), min(k, sum(map(len, shards)))
+    failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
+    if not queries.is_cuda:
+        best = _Best(n, order, k)
+        for first, scores in _products(queries, shards):
+            failed |= scores.amax(1).isnan()
+            best.add(first, scores)
+        best.sort_in()
+        return best.scores, best.rows, failed
+    best, rows = queries.new_empty(n, 0), torch.empty(n, 0, dtype=torch.long, device=queries.device)
+    for first, scores in _products(queries, shards):
+        value, index = _top(scores, order[first:first + scores.shape[1]], k)
+        failed |= value[:, 0].isnan()  # topk puts NaN first
+        best, rows = _merge(torch.cat([best, value], 1), torch.cat([rows, index + first], 1), order, k)
+    return best, rows, failed
+
+
+# ---------------------------------------------------------------------------------------------------------- gold ranks
+
+def _kernel(queries: Tensor, shards: Sequence):
+    """gold_ranks.py, where it can run: a Hopper GPU that holds the whole index (`place`), Triton, D a multiple of 8."""
+    if not (len(shards) == 1 and isinstance(shards[0], Tensor) and shards[0].dtype == torch.float16
+            and queries.is_cuda and torch.cuda.get_device_capability(queries.device)[0] == 9
+            and queries.shape[1] % 8 == 0 and importlib.util.find_spec("triton")):
+        return None
+    import gold_ranks
+    return gold_ranks
+
+
+def _count_by_blocks(queries: Tensor, shards: Sequence, best: Tensor, pair_query: Tensor,
+                     pair_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(Q,) passages that score at least `best` (Q,), (Q,) bool: a NaN seen, (P,) scores of the golds as met here."""
+    count = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+    failed, seen = torch.zeros_like(count, dtype=torch.bool), torch.empty(len(pair_row), device=queries.device)
+    for first, scores in _products(queries, shards):
+        failed |= scores.amax(1).isnan()
+        count += (scores >= best[:, None]).sum(1)
+        here = (pair_row >= first) & (pair_row < first + scores.shape[1])
+        seen[here] = scores[pair_query[here], pair_row[here] - first]
+    return count, failed, seen
+
+
+def _count_by_kernel(queries: Tensor, shards: Sequence, best: Tensor, pair_query: Tensor,
+                     pair_row: Tensor) -> tuple[Tensor, Tensor, None]:
+    """As `_count_by_blocks`; the golds' own scores came from the same code and need not be met again."""
+    count = torch.zeros(len(queries), dtype=torch.int32, device=queries.device)
+    _kernel(queries, shards).add_counts(count, queries.half(), shards[0], best)
+    return count.long(), ~torch.isfinite(queries.half()).all(1), None
+
+
+def _own_scores(queries: Tensor, shards: Sequence, pair_query: Tensor, pair_row: Tensor) -> Tensor:
+    """(P,) scores of pairs of a query and a passage: the kernel's own, else from products with the golds alone."""
+    if len(pair_row) and (kernel := _kernel(queries, shards)):
+        return kernel.own_scores(queries.half()[pair_query], shards[0][pair_row])
+    out, step = queries.new_empty(len(pair_row)), block_rows(queries)
+    for start in range(0, len(pair_row), step):
+        query, vectors = pair_query[start:start + step], _take(shards, pair_row[start:start + step].cpu().numpy())
+        for offset, scores in _products(queries, [vectors]):
+            column = torch.arange(scores.shape[1], device=queries.device)
+            out[start + offset + column] = scores[query[offset + column], column]
+    return out
+
+
+@torch.no_grad()
+def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence[int]], cutoff: int = 100,
+                     first: int | None = None) -> list:
+    """Rank of the best gold of every query among all M passages, without a top-k: product, comparison, count.
+
+    queries: (Q, D) float32; shards: as in `exact_search`, on a GPU as `place` gave them
+    golds: Q non-empty lists of passage numbers
+    first: given, this is a collective: `shards` are the passages from that number on, other ranks hold the others,
+        queries and golds are the same everywhere; one sum of an integer a query joins what the ranks counted
+    → Q entries: 1-based rank, None beyond `cutoff`, FAILED where a score is NaN
+    """
+    _check_size(queries, shards)
+    n, device, across = len(queries), queries.device, first is not None
+    first, local = first or 0, sum(map(len, shards))
+    pairs = [(q, row) for q, gold in enumerate(golds) for row in dict.fromkeys(gold)]  # P of them
+    pair_query, pair_row = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2).T  # (P,), (P,)
+    pair_row = pair_row - first
+    here = ((pair_row >= 0) & (pair_row < local)).nonzero()[:, 0]  # the golds among this rank's passages
+    count_all = _count_by_kernel if _kernel(queries, shards) else _count_by_blocks
+    gold_score = torch.full((len(pairs),), -math.inf, device=device)
+    gold_score[here] = _own_scores(queries, shards, pair_query[here], pair_row[here])
+    for _ in range(3):
+        if across:
+            dist.all_reduce(gold_score, dist.ReduceOp.MAX)
+        best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, pair_query, gold_score, "amax")  # (Q,)
+        count, failed, seen = count_all(queries, shards, best, pair_query[here], pair_row[here])
+        own = gold_score[here] if seen is None else seen
+        count.index_add_(0, pair_query[here], -(own >= best[pair_query[here]]).long())  # no gold counts
+        moved = torch.zeros_like(failed)
+        moved[pair_query[here]] = (own != gold_score[here]) & ~failed[pair_query[here]]
+        count += (failed.long() << 40) + (moved.long() << 50)
+        if across:
+            dist.all_reduce(count)
+        if not bool((count >> 50).any()):
+            break
+        gold_score = torch.full_like(gold_score, -math.inf)
+        gold_score[here] = own
+    else:
+        raise RuntimeError("the same product gave three different results: this machine's arithmetic can't rank")
+    if bool((count < 0).any()):
+        raise RuntimeError("a gold was not counted among the passages that score at least as high as itself: this "
+                           "machine's arithmetic can't rank")
+    return [FAILED if c >> 40 else c + 1 if c < cutoff else None for c in count.tolist()]
