@@ -515,7 +515,8 @@ def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(wor
     assert len(run.turns) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
     tokenizer = tiny.tiny_tokenizer()
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
-    kept, prompts = grpo.encode_turns(turns, tokenizer, len(data.encode_chat(tokenizer, data.rewrite_prompt(turns[0]))), "x")
+    encode = lambda t: data.encode_chat(tokenizer, data.rewrite_prompt(t))
+    kept, prompts = grpo.encode_turns(turns, encode, len(encode(turns[0])), "x")
     assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 turns left out" in capsys.readouterr().out
 
 
