@@ -22,7 +22,7 @@ How it goes:
 A query that is malformed or empty, a call that is no JSON or lacks an argument, and a call beyond `max_calls` are
 answered with a note that the model can read.
 
-End states (`Rollout.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
+End states (`Rollepisode.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
 engine_error and tool_error (technical).  An answer ends an episode, whatever follows it in the turn.
 
 Every round gives the engine the whole conversation again: an engine with a prefix cache (vLLM) computes only what is
@@ -133,15 +133,14 @@ class Round:
 
 
 @dataclass
-class Episode:
-    """One sampled conversation.  Its rollout's `end` is empty while it runs."""
+class Episode(Rollout):
+    """One sampled conversation: a rollout (`end` is empty while it runs) and what its tokens say."""
 
-    rollout: Rollout
-    sample: int  # which of its prompt's
+    sample: int = 0  # which of its prompt's
     rounds: list[Round] = field(default_factory=list)
     prediction: str | None = None  # the extracted answer
     ended: bool = False  # by the tokenizer's own EOS, or a forced one
-    failure: str = ""
+    failure: str = ""  # why it is one of FAILED
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
@@ -163,9 +162,9 @@ class Episode:
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
         """The only place where an episode grows: ids, mask and log-probabilities together."""
-        self.rollout.response_ids += ids
-        self.rollout.logprobs += logprobs
-        self.rollout.loss_mask += [mask] * len(ids)
+        self.response_ids += ids
+        self.logprobs += logprobs
+        self.loss_mask += [mask] * len(ids)
 
 
 def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling | Sequence[Sampling],
@@ -185,7 +184,7 @@ def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling |
         if budget < 1:
             raise RolloutError(f"prompt {i} has {len(prompt)} tokens, the model {context} positions; leave long "
                                "questions out, or give fewer examples")
-    episodes = [Episode(Rollout(list(prompt), [], [], [], group, ""), sample)
+    episodes = [Episode(list(prompt), [], [], [], group, "", sample)
                 for group, (prompt, s) in enumerate(zip(prompts, samplings)) for sample in range(s.n)]
     active = episodes
     for number in range(task.cfg.max_rounds):
@@ -195,8 +194,8 @@ def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling |
         asking = [e for e, rollout in zip(active, sampled) if _advance(e, rollout, number, task)]
         task.tools.run([call for e in asking for call in e.rounds[-1].calls if not call.note])
         for episode in asking:
-            _append_results(episode, budgets[episode.rollout.group_id], task)
-        active = [e for e in active if not e.rollout.end]
+            _append_results(episode, budgets[episode.group_id], task)
+        active = [e for e in active if not e.end]
         if progress is not None:
             progress(len(episodes) - len(active), len(episodes), 0.0)
     return episodes
@@ -210,7 +209,7 @@ def _sample(engine, active: list[Episode], samplings: list[Sampling], budgets: l
     made of its prompt's, so that draws depend neither on what else is sampled nor on the process.
     """
     def request(e: Episode, n: int) -> Sampling:
-        s, left = samplings[e.rollout.group_id], budgets[e.rollout.group_id] - len(e.rollout.response_ids)
+        s, left = samplings[e.group_id], budgets[e.group_id] - len(e.response_ids)
         seed = s.seed
         if number and seed is not None:
             seed = random.Random(f"round {seed} {e.sample} {number}").getrandbits(62)
@@ -219,25 +218,24 @@ def _sample(engine, active: list[Episode], samplings: list[Sampling], budgets: l
 
     if number == 0:
         firsts = [e for e in active if e.sample == 0]
-        return engine.generate([e.rollout.prompt_ids for e in firsts],
-                               [request(e, samplings[e.rollout.group_id].n) for e in firsts])
-    return engine.generate([e.rollout.prompt_ids + e.rollout.response_ids for e in active],
+        return engine.generate([e.prompt_ids for e in firsts],
+                               [request(e, samplings[e.group_id].n) for e in firsts])
+    return engine.generate([e.prompt_ids + e.response_ids for e in active],
                            [request(e, 1) for e in active])
 
 
 def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask | AgentTask) -> bool:
     """Append a sampled turn and read it: True where it asks for something, else the episode has ended."""
-    out = episode.rollout
-    before = len(out.prompt_ids) + len(out.response_ids)
+    before = len(episode.prompt_ids) + len(episode.response_ids)
     episode.append(sampled.response_ids, sampled.logprobs, 1)
     ended = sampled.end == "eos"
     text = task.decode(sampled.response_ids[:-1] if ended else sampled.response_ids)
     episode.rounds.append(Round(text, [], "", before, len(sampled.response_ids)))
     if sampled.end == "engine_error":
-        out.end, episode.failure = "engine_error", "the engine's logits were no numbers"
+        episode.end, episode.failure = "engine_error", "the engine's logits were no numbers"
         return False
     if sampled.end == "length":
-        out.end = LENGTH
+        episode.end = LENGTH
         return False
     calls = task.read(text)
     if not calls:
@@ -247,12 +245,12 @@ def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask |
             episode.append([task.eos_id], [0.0], 0)
             episode.ended = True
         episode.prediction = task.answer(text)
-        out.end = NO_ANSWER if episode.prediction is None else ANSWERED
+        episode.end = NO_ANSWER if episode.prediction is None else ANSWERED
         return False
     episode.rounds[-1].calls = calls
     used = sum(call.done for call in episode.calls)
     if number + 1 == task.cfg.max_rounds or task.cfg.at_cap == "stop" and used + len(calls) > task.cfg.max_calls:
-        out.end = ROUNDS
+        episode.end = ROUNDS
         return False
     for place, call in enumerate(call for call in calls if not call.note):
         if used + place >= task.cfg.max_calls:
@@ -264,13 +262,13 @@ def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask |
 
 def _append_results(episode: Episode, budget: int, task: SearchTask | AgentTask) -> None:
     """Show the results of the last turn's calls, if they fit with at least one token of room behind them."""
-    out, turn = episode.rollout, episode.rounds[-1]
+    turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
-        out.end, episode.failure = "tool_error", failure
+        episode.end, episode.failure = "tool_error", failure
         return
-    ids, text = task.show(turn.calls, out.response_ids[-1])
-    if len(out.response_ids) + len(ids) >= budget:
-        out.end = LENGTH
+    ids, text = task.show(turn.calls, episode.response_ids[-1])
+    if len(episode.response_ids) + len(ids) >= budget:
+        episode.end = LENGTH
         return
     episode.append(ids, [0.0] * len(ids), 0)
     turn.injected = text
@@ -539,7 +537,7 @@ def episode_reward(episode: Episode, question: Question, task: SearchTask | Agen
     leaving the form.  None for an episode that failed for a technical reason: to be left out and counted.
     """
     cfg = task.cfg
-    if episode.rollout.end in FAILED:
+    if episode.end in FAILED:
         return None
     kind = {"search": "research", "agent": "f1"}[task.name] if cfg.answer_reward == "auto" else cfg.answer_reward
     well_formed = task.well_formed(episode)
@@ -549,6 +547,30 @@ def episode_reward(episode: Episode, question: Question, task: SearchTask | Agen
         found = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward](episode.retrieved, gold_ids)
         reward += cfg.gold_weight * found
     return reward
+
+
+def episode_figures(episode: Episode, question: Question, task: SearchTask | AgentTask,
+                    gold_ids: Sequence[str] = ()) -> dict:
+    """What is measured of one episode: em, f1, the form, searches, gold passages retrieved (None without any known)."""
+    scores = answer_metrics(episode.prediction, question.golden_answers)
+    judged = bool(gold_ids) and episode.end not in FAILED
+    calls = episode.calls
+    return {"em": scores["em"], "f1": scores["f1"], "prediction": episode.prediction,
+            "well_formed": episode.end not in FAILED and task.well_formed(episode), "rounds": len(episode.rounds),
+            "searches": sum(call.done for call in calls), "notes": sum(bool(call.note) for call in calls),
+            "gold_recall": gold_recall(episode.retrieved, gold_ids) if judged else None,
+            "all_gold": all_gold(episode.retrieved, gold_ids) if judged else None,
+            "model_tokens": sum(episode.loss_mask)}
+
+
+def answer_means(rows: Sequence[dict]) -> dict[str, float]:
+    """Means of `episode_figures` over rows; of the gold passages over those that are judged, NaN where none is."""
+    def mean(key: str) -> float:
+        values = [row[key] for row in rows if row[key] is not None]
+        return sum(values) / len(values) if values else float("nan")
+
+    return {key: mean(key) for key in ("em", "f1", "gold_recall", "all_gold", "searches", "notes", "rounds",
+                                       "model_tokens")}
 
 
 # --------------------------------------------------------------------------------------------------------- trajectories
@@ -574,7 +596,7 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
         if turn.injected:
             messages += [{"role": "tool", "tool_call_id": f"call_{number}_{i}", "name": call.name,
                           "content": call.shown} for i, call in enumerate(turn.calls)]
-    end, last = episode.rollout.end, episode.rounds[-1] if episode.rounds else Round("")
+    end, last = episode.end, episode.rounds[-1] if episode.rounds else Round("")
     usage = {"prompt_tokens": last.prompt_tokens, "completion_tokens": last.completion_tokens,
              "total_tokens": last.prompt_tokens + last.completion_tokens}
     prompts, completions = (sum(getattr(r, k) for r in episode.rounds) for k in ("prompt_tokens", "completion_tokens"))
