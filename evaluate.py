@@ -455,7 +455,7 @@ def score(cfg: EvaluateConfig) -> dict:
     """Score every system, print the tables, write `out`; the last system's metrics, and all systems' details.
 
     A system's row holds METRICS, `queries`, `missing`, `extra` (rule 1), `status` counts of a rewrites file, `ci`,
-    `paper` (rule 7), `paired` (against the first system) and `groups` (kind → label → metrics, queries, ci).
+    `paper` (rule 7; of turns), `paired` (against the first system) and `groups` (kind → label → metrics, queries, ci).
     """
     _check(cfg)
     turns = read_turns(cfg.turns) if cfg.turns else []
@@ -484,10 +484,12 @@ def score(cfg: EvaluateConfig) -> dict:
         said = status.get(title, {})
         row = evaluate_run(run, qrels, cfg.relevant_from) | {"extra": len(run.keys() - qrels.keys())}
         row |= {"status": dict(Counter(said.values()))} if said else {}
+        row["ci"] = bootstrap_interval(scores[title], clusters, cfg.samples, cfg.seed)
         if cfg.questions:
             row["all_gold@10"] = _all_gold(run, qrels)
-        row["ci"] = bootstrap_interval(scores[title], clusters, cfg.samples, cfg.seed)
-        row["paper"] = paper_protocol(scores[title], run, {q for q, s in said.items() if s not in ("ok", "unknown")})
+        else:
+            unparsed = {query for query, word in said.items() if word not in ("ok", "unknown")}
+            row["paper"] = paper_protocol(scores[title], run, unparsed)
         if title != first:
             row["paired"] = paired_test(scores[title], scores[first], clusters, cfg.samples, cfg.seed)
         if groups:
@@ -774,8 +776,9 @@ def _table(systems: dict[str, dict], first: str, unit: str) -> str:
     paper = ["| as the paper's scripts count | " + " | ".join(PRINTED.values()) + " | queries averaged |",
              "|---" * (len(PRINTED) + 2) + "|"]
     for title, row in systems.items():
-        paper.append(f"| {title} | " + " | ".join(f"{100 * row['paper'][name]:.1f}" for name in PRINTED.values())
-                     + f" | {row['paper']['queries']} |")
+        if "paper" in row:
+            shares = " | ".join(f"{100 * row['paper'][name]:.1f}" for name in PRINTED.values())
+            paper.append(f"| {title} | {shares} | {row['paper']['queries']} |")
         cells = [_cell(row[m], row["ci"][m], ".1f") for m in METRICS]
         top.append(f"| {title} | {' | '.join(cells)} | {row['queries']} | {row['missing']} |")
         if "paired" in row:
@@ -790,8 +793,10 @@ def _table(systems: dict[str, dict], first: str, unit: str) -> str:
         if "status" in row:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(row["status"].items()))
             notes += ["", f"{title}: rewrites by status: {counts}."]
-    middle = ["", f"Percent with 95 % bootstrap intervals, drawn by {unit}.", "", *paper, "",
-              "There \"MRR@3\" is the MRR above; queries without results or whose response did not parse are left out."]
+    middle = ["", f"Percent with 95 % bootstrap intervals, drawn by {unit}."]
+    if len(paper) > 2:
+        middle += ["", *paper, "", "There \"MRR@3\" is the MRR above; queries without results, or whose response did not "
+                                   "parse, are left out of the mean."]
     return "\n".join(top + middle + (["", *below] if len(systems) > 1 else []) + notes)
 
 
