@@ -578,6 +578,7 @@ class TorchEngine:
         self.max_length = min((x for x in limits if x), default=1 << 30)  # no window slides: sequences end before it
         self.gap_limit = 0.02 if next(model.parameters()).dtype == torch.float32 else 0.3  # see check_engine_gap
         self.stats = GenerateStats()
+        self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         self.steps = STEPS if self.graphs else 1
         if compiled and self.graphs:
@@ -830,12 +831,13 @@ class TorchEngine:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy (Hugging Face name, full tensor) pairs into the engine, cast to its dtype; the source is only read.
 
+        A sleeping engine wakes.
         Wrapper parts of the names are dropped (`hf_name`). A tied head needs one of its names. Raises RolloutError
         for an unknown name, a wrong shape, a tied pair with two values, and for what is missing at the end. The
         tensors come as a stream, so an error may leave some of them copied: the engine then refuses to generate until
         a sync succeeds.
         """
-        self.unusable = _HALF_COPIED
+        self.unusable, started = _HALF_COPIED, time.perf_counter()
         targets = self.model.state_dict()
         written: set[int] = set()
         for given, tensor in named_tensors:
@@ -863,10 +865,11 @@ class TorchEngine:
             raise RolloutError(
                 f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them"
             )
-        self.unusable = ""
+        self.unusable, self.asleep = "", False
+        self.sync_seconds = {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake`. The weights and a small cache stay."""
+        """Give memory back for training; `generate` refuses until `wake` or a sync. The weights and a small cache stay."""
         self.asleep = True
         if self.device.type == "cuda":
             if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
@@ -917,6 +920,7 @@ class VLLMEngine:
         self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see check_engine_gap
         self.cuda = torch.cuda.is_available()
         self.stats, self.asleep = GenerateStats(), False
+        self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
         self.unusable = "" if weights else "the engine has no weights so far; sync_weights brings them"
         joined, self.rank, self.group = torch.distributed.is_initialized(), 0, None
         if tensor_parallel > 1:
@@ -1049,15 +1053,23 @@ class VLLMEngine:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """As TorchEngine.sync_weights, streamed into vLLM; wakes the engine and drops what it remembers of prompts."""
         self.unusable = _HALF_COPIED
+        times = [time.perf_counter()]
         if self.asleep and self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(["weights"])
+        times.append(time.perf_counter())
         _load_into_vllm(self.llm, self._checked(named_tensors), self.cuda, bool(self.tied))
+        if self.cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
         if self.asleep and self.cuda:
+            torch.cuda.empty_cache()  # full tensors of the sharded policy, gathered one by one
             self.llm.wake_up(["kv_cache"])
         # keys and values of the old weights would stay, and be 7 to 13 nats wrong
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
+        times.append(time.perf_counter())
+        self.sync_seconds = {name: end - begin for name, begin, end in zip(("wake", "weights", "cache"), times, times[1:])}
         self.asleep, self.unusable = False, ""
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
