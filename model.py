@@ -586,6 +586,7 @@ def add_adapter(model: nn.Module, lora: LoRAConfig, folder: str = "", seed: int 
     _activate(model, ADAPTER)
     for name, p in model.named_parameters():
         p.requires_grad_(name in adapted and f".{ADAPTER}." in name)
+    model.eval()  # the new layers too
 
 
 def _activate(model: nn.Module, name: str | None) -> None:

@@ -468,6 +468,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
     training = cfg.gradient_checkpointing or cfg.lora.dropout > 0
     best: dict = {}
     start, bad, skipped = 0, 0, 0
+    torch.manual_seed(cfg.seed + where.rank)  # dropout's draws; a checkpoint brings the state that it was saved in
     if found := D.latest_checkpoint(cfg.out):
         D.load_checkpoint(found[0], model, optimizer)
         start, best, bad, skipped = (found[1][k] for k in ("step", "best", "bad", "skipped"))
@@ -521,8 +522,6 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
         raise ConfigError(f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are trained")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     files = {"model": infer.named(cfg.model), "records": infer.named(path)}
-    if base := adapter_base(cfg.model):
-        files["base"] = infer.named(base)
     begin_stage(cfg, where, "train", files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
     if result := read_result(result_path):
