@@ -271,7 +271,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         need(math.isfinite(getattr(cfg, key)), f"{key}={getattr(cfg, key)} must be finite")
     need(0 <= cfg.gradient_checkpointing <= 1, f"gradient_checkpointing={cfg.gradient_checkpointing} is a share of the "
                                                "layers: from 0 (none) to 1 (all)")
-    check_engine(cfg.engine)
+    check_engine(cfg.engine, equal_calls=cfg.task == "rewrite")
     if cfg.task != "rewrite":
         check_episode(cfg.episode, cfg.task)
         need(cfg.episode.gold_reward == "none" or bool(cfg.qrels), f"episode.gold_reward={cfg.episode.gold_reward} needs "
@@ -444,7 +444,7 @@ def policy_loss(policy, micro: MicroBatch, cfg: GRPOConfig, denominator: float) 
     trained tokens; and the largest difference to the engine's log-probabilities, ().  Nothing waits for the device."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
-        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature, with_entropy=True)
+        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
     else:
         logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature), None
     old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Task `search` or `agent` from the base model to GRPO on one card: SFT on the model's own successful episodes, then GRPO, and a table
+# of every stage.  All stages resume: called again, it goes on where it was stopped.
+#   bench/search_run.sh search|agent OUT [key=value for grpo.py …]      PY=python3 chooses the interpreter
+# Needs models/qwen0.5b (python prepare.py model name=qwen0.5b out=models/qwen0.5b) and data/multihop (hotpotqa_train, hotpotqa_eval,
+# musique_eval).  Trains on hotpotqa_train/train.jsonl alone; its last DEV questions are set aside for validation.
+# Leaves in OUT: table.md, metrics_SET.json, metrics.jsonl (GRPO), sft_metrics.jsonl, trajectory_stats*.json, seconds.txt, environment.json.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+task=$1 out=$2; shift 2
+case $task in search|agent) ;; *) echo "error: unknown task $task: search or agent" >&2; exit 2 ;; esac
+
+# ------------------------------------------------------------------ sizes: what fits about ten minutes of an H100; smaller for a rehearsal
+MODEL=${MODEL:-models/qwen0.5b}     # a Hugging Face folder
+DATA=${DATA:-data/multihop}
+QUESTIONS=${QUESTIONS:-800}         # training questions that episodes are sampled for
+SAMPLES=${SAMPLES:-4}               # episodes of each
+KEEP=${KEEP:-1}                     # successful ones kept of each
+DEV=${DEV:-64}                      # training questions set aside for validation
+LIMIT=${LIMIT:-350}                 # questions of each evaluation set, from its beginning
+STEPS=${STEPS:-30}                  # of GRPO
+TOKENS=${TOKENS:-1792}              # budget of an episode, what is shown to the model included
+ENGINE=${ENGINE:-torch}             # torch or vllm, for sampling and GRPO
+EVAL_ENGINE=${EVAL_ENGINE:-torch}   # for the evaluations, which run three at a time
+BATCH=${BATCH:-256}                 # sequences decoded together
+EPISODE=${EPISODE:-episode.top_k=3 episode.max_rounds=5 episode.max_calls=4 episode.result_tokens=400 episode.turn_tokens=160}
+
+py=${PY:-.venv/bin/python} run=${RUN:-runs/$task} train=$DATA/hotpotqa_train
+mkdir -p "$out" "$run"
+few="prompt=few-shot examples=demo/${task}_examples.jsonl episode.stop_at_answer=true max_prompt_tokens=1536"
+[ "$task" = agent ] && few="$few episode.bare_calls=true"  # the base model was never taught the tags of a call
+SETS="hotpotqa_test hotpotqa_eval musique_eval"
+began=$SECONDS
+
+note() { printf '%s %s s\n' "$1" $((SECONDS - began)) | tee -a "$out/seconds.txt"; began=$SECONDS; }
+files() {  # corpus, questions and qrels of an evaluation set
+  case $1 in hotpotqa_test) echo "$train/corpus.jsonl $train/test.jsonl $train/test.qrels" ;;
+             *) echo "$DATA/$1/corpus.jsonl $DATA/$1/questions.jsonl $DATA/$1/questions.qrels" ;; esac
+}
+answer() {  # $1: stage, $2: model, then key=value: trajectories of all sets, three processes on the one card
+  local stage=$1 model=$2 set corpus questions qrels; shift 2
+  local pids=()
+  for set in $SETS; do
+    read -r corpus questions qrels <<<"$(files "$set")"
+    mkdir -p "$run/$set"
+    head -n "$LIMIT" "$questions" > "$run/$set/questions.jsonl"
+    $py infer.py task="$task" model="$model" questions="$run/$set/questions.jsonl" out="$run/$set/$stage.jsonl" \
+      retriever.kind=bm25 retriever.corpus="$corpus" $EPISODE max_response_tokens="$TOKENS" chunk=512 \
+      engine.kind="$EVAL_ENGINE" engine.batch="$BATCH" engine.gpu_memory=0.25 "$@" > "$run/$set/$stage.log" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || { tail -n 5 "$run"/*/"$stage".log >&2; exit 1; }; done
+  note "evaluation $stage"
+}
+keep() {
+  cp -f "$run/grpo/metrics.jsonl" "$out/metrics.jsonl" 2>/dev/null || true
+  cp -f "$run/sft/metrics.jsonl" "$out/sft_metrics.jsonl" 2>/dev/null || true
+  for stage in sampled grpo; do cp -f "$run/report_$stage/trajectory_stats.json" "$out/trajectory_stats_$stage.json" 2>/dev/null || true; done
+  $py - "$out/environment.json" "$task $*" <<'EOF'
+import json, os, platform, sys, torch, transformers
+card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+names = ("MODEL", "QUESTIONS", "SAMPLES", "KEEP", "DEV", "LIMIT", "STEPS", "TOKENS", "ENGINE", "EVAL_ENGINE", "BATCH", "EPISODE")
+json.dump({"card": card, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+           "command": "bench/search_run.sh " + sys.argv[2], "set": {n: os.environ[n] for n in names if n in os.environ}},
+          open(sys.argv[1], "w"), indent=1)
+EOF
+}
+trap 'keep "$@"' EXIT
+
+total=$(wc -l < "$train/train.jsonl")
+head -n $((total - DEV)) "$train/train.jsonl" > "$run/train.jsonl"
+tail -n "$DEV" "$train/train.jsonl" > "$run/dev.jsonl"
+head -n "$QUESTIONS" "$run/train.jsonl" > "$run/sampled.jsonl"
+search="retriever.kind=bm25 retriever.corpus=$train/corpus.jsonl"
+
+answer base "$MODEL" $few
+answer zero-shot "$MODEL"
+$py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.8 \
+  $search $EPISODE max_response_tokens="$TOKENS" chunk=512 engine.kind="$ENGINE" engine.batch="$BATCH" engine.gpu_memory=0.6
+note sampling
+$py report.py trajectories="$run/trajectory.jsonl" questions="$run/sampled.jsonl" out="$run/report_sampled" title="$task, base model, few-shot"
+$py - "$run/report_sampled/trajectory_success.jsonl" "$run/formed/trajectory.jsonl" <<'EOF'
+import os, sys
+sys.path.insert(0, os.getcwd())
+import data  # exact answers, in the right form
+data.write_jsonl(sys.argv[2], (row for _, row in data.read_jsonl(sys.argv[1]) if row["well_formed"] and row["searches"]))
+EOF
+$py report.py trajectories="$run/formed/trajectory.jsonl" out="$run/kept" per_question="$KEEP" title="$task, kept for SFT"
+$py sft.py --config "configs/$task-sft.yaml" model="$MODEL" records="$run/kept/trajectory_success.jsonl" out="$run/sft"
+note sft
+answer sft "$run/sft/final"
+$py grpo.py --config "configs/$task-grpo.yaml" model="$run/sft/final" train="$run/train.jsonl" dev="$run/dev.jsonl" \
+  "qrels=[$train/train.qrels]" out="$run/grpo" $search $EPISODE max_response_tokens="$TOKENS" steps="$STEPS" \
+  engine.kind="$ENGINE" engine.batch="$BATCH" "$@"
+note grpo
+best=$run/grpo/best; [ -d "$best" ] || best=$run/grpo/final
+answer grpo "$best"
+$py report.py trajectories="$run/hotpotqa_test/grpo.jsonl" questions="$run/hotpotqa_test/questions.jsonl" out="$run/report_grpo" title="$task, after GRPO"
+{ echo "Task $task: $MODEL, base model with the few-shot prompt, without examples, after SFT on its own successful episodes, after GRPO; greedy, BM25."; } > "$out/table.md"
+for set in $SETS; do
+  read -r corpus questions qrels <<<"$(files "$set")"
+  $py evaluate.py answers="$run/$set/zero-shot.jsonl,$run/$set/sft.jsonl,$run/$set/grpo.jsonl" baseline="$run/$set/base.jsonl" \
+    questions="$run/$set/questions.jsonl" qrels="$qrels" out="$run/$set/evaluation"
+  cp -f "$run/$set/evaluation/metrics.json" "$out/metrics_$set.json"
+  { printf '\n## %s\n\n' "$set"; cat "$run/$set/evaluation/table.md"; } >> "$out/table.md"
+done
+cat "$out/table.md"
