@@ -60,10 +60,10 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
             continue
         if row["id"] in predictions:
             raise DataError(f"{where}: question {row['id']!r} is answered a second time; number the rollouts: sample")
-        response = _typed(row, "answer", str, where) if "answer" in row else _typed(output, "final_response", str, where)
+        response = _typed(*((row, "answer") if "answer" in row else (output, "final_response")), str, where)
         predictions[row["id"]] = Prediction(
-            answer or "", response, _typed(row, "well_formed", bool, where), _typed(row, "searches", int, where), _ids(row, where),
-            _typed(row, "error", str, where))
+            answer or "", response, _typed(row, "well_formed", bool, where), _typed(row, "searches", int, where),
+            _ids(row, where), _typed(row, "error", str, where))
     if not predictions:
         raise DataError(f"{path}: no predictions with sample {sample}; the file must hold at least one")
     return predictions
@@ -112,6 +112,14 @@ def score_predictions(predictions: dict[str, Prediction], questions: list[Questi
             pair = (found.retrieved or [], golds[question.id])
             groups["golds"][question.id] = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
     return groups
+
+
+def by_type(questions: list[Question]) -> dict[str, list[str]]:
+    """Type of question (`metadata.type`, "2hop", "bridge", …) → ids; empty where there are less than two types."""
+    types: dict[str, list[str]] = {}
+    for question in questions:
+        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
+    return dict(sorted(types.items())) if len(types) > 1 else {}
 
 
 def count_predictions(predictions: dict[str, Prediction], questions: list[Question]) -> dict[str, int]:

@@ -672,7 +672,8 @@ def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers (rules in answers.py), print the table, write `out` with FlashRAG's files; all means.
 
     A system's row holds reward.ANSWER_METRICS, where known `well_formed`, `searches`, `gold_recall`, `all_gold`, then
-    `questions`, `missing`, `errors`, `extra`, `judged`, `ci`, and `paired` against the first system.
+    `questions`, `missing`, `errors`, `extra`, `judged`, `ci`, `paired` against the first system, and `types` (the
+    question's type → means, queries, ci) where questions have more than one.
     """
     _check_answers(cfg)
     questions = read_questions(cfg.questions)
@@ -688,7 +689,7 @@ def score_answers(cfg: EvaluateConfig) -> dict:
                             f"{next(iter(predictions))!r} and {questions[0].id!r}); use the questions of these answers")
         found[_title(path, found)] = predictions
     groups = {title: answers.score_predictions(predictions, questions, golds) for title, predictions in found.items()}
-    first, systems = next(iter(found)), {}
+    first, systems, types = next(iter(found)), {}, answers.by_type(questions)
     for title, predictions in found.items():
         row: dict = {"ci": {}, "paired": {}}
         for kind, scores in groups[title].items():
@@ -704,6 +705,7 @@ def score_answers(cfg: EvaluateConfig) -> dict:
                 pair = [{query: {name: of[query][name] for name in shared} for query in both} for of in (scores, other)]
                 row["paired"] |= paired_test(*pair, None, cfg.samples, cfg.seed)
         row |= answers.count_predictions(predictions, questions) | {"judged": len(groups[title]["golds"])}
+        row |= {"types": _score_groups(groups[title]["answers"], types, {}, cfg)} if types else {}
         systems[title] = row
     result = {"system": title} | row | ({"baseline": first, "systems": systems} if len(systems) > 1 else {})
     table = _answer_table(systems, first)
@@ -716,7 +718,8 @@ def score_answers(cfg: EvaluateConfig) -> dict:
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-    plain = {title: {k: v for k, v in row.items() if k not in ("ci", "paired")} for title, row in systems.items()}
+    plain = {title: {k: v for k, v in row.items() if k not in ("ci", "paired", "types")}
+             for title, row in systems.items()}
     line = {"system": title} | plain[title] | {"ci_unit": "query"}
     return line | ({"baseline": first, "systems": plain} if len(systems) > 1 else {}) | (
         {"out": cfg.out} if cfg.out else {})
@@ -754,8 +757,14 @@ def _answer_table(systems: dict[str, dict], first: str) -> str:
             notes += ["", f"{title}: gold recall and all gold over the {row['judged']} judged questions."]
         if row["extra"]:
             notes += ["", f"{title}: {row['extra']} predictions are for other questions and were ignored."]
+    types = systems[first].get("types", {})
+    labels = " | ".join(f"{label} ({row['queries']})" for label, row in types.items())
+    by_type = ["", f"| F1 by type of question | {labels} |", "|---" * (len(types) + 1) + "|"] if types else []
+    for title, row in systems.items() if types else ():
+        cells = [_cell(part["f1"], part["ci"]["f1"], ".1f") for part in row["types"].values()]
+        by_type.append(f"| {title} | {' | '.join(cells)} |")
     middle = ["", "Percent (searches: their number) with 95 % bootstrap intervals, drawn by question."]
-    return "\n".join(top + middle + (["", *below] if len(systems) > 1 else []) + notes)
+    return "\n".join(top + middle + (["", *below] if len(systems) > 1 else []) + by_type + notes)
 
 
 # ---------------------------------------------------------------------------------------------- tables

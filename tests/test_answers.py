@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +17,11 @@ import evaluate
 from answers import Prediction, count_predictions, read_predictions, score_predictions, write_flashrag
 from config import ConfigError
 from data import DataError, Question, read_questions
+from episode import Episode, Round, trajectory_row
 from evaluate import EvaluateConfig
 from reward import (ANSWER_METRICS, all_gold, answer_metrics, exact_match, f1_score, gold_recall, normalize_answer,
                     sub_exact_match)
+from tools import Call
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -348,6 +351,33 @@ def test_what_cannot_be_scored(files, change, error, message):
         setattr(cfg, key, f"{files}/{value}" if key in ("qrels", "answers") else value)
     with pytest.raises(error, match=message):
         evaluate.main(cfg)
+
+
+def test_types_of_questions(files):
+    """Each type's mean is over its own questions, and together they are the mean of all."""
+    put(files / "typed.jsonl", [row | {"metadata": {"type": "bridge" if i < 3 else "comparison"}}
+                                for i, row in enumerate(QUESTIONS)])
+    evaluate.main(EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/typed.jsonl", out=f"{files}/typed",
+                                 samples=100))
+    whole = json.loads((files / "typed/metrics.json").read_text())
+    assert {t: (row["f1"], row["queries"]) for t, row in whole["types"].items()} == {
+        "bridge": (pytest.approx(1 / 3), 3), "comparison": (pytest.approx(1 / 3), 2)}
+    assert sum(row["f1"] * row["queries"] for row in whole["types"].values()) / 5 == pytest.approx(whole["f1"])
+    assert "| F1 by type of question | bridge (3) | comparison (2) |" in (files / "typed/table.md").read_text()
+
+
+def test_rows_of_episodes_are_read(tmp_path):
+    """What infer.py writes of an episode, an answered and a failed one, is what this file reads."""
+    task = SimpleNamespace(name="agent", messages=lambda q: [{"role": "user", "content": q}], tools=SimpleNamespace(
+        schemas=[]), cfg=SimpleNamespace(template="instruct"), well_formed=lambda e: True, turn_text=lambda t: t.text)
+    call = Call("retrieve", {"query": "lima"}, documents=[("p1", "x"), ("p2", "y")], done=True)
+    rounds = [Round("ask", [call], "shown"), Round("<answer>Lima</answer>")]
+    answered = Episode([1], [2], [0.0], [1], 0, "answered", 0, rounds, "Lima", True)
+    failed = Episode([1], [2], [0.0], [1], 0, "tool_error", 1, rounds[:1], None, False, "time-out")
+    rows = [trajectory_row(e, Question("q0", "where?", ["Lima"]), task, {}) for e in (answered, failed)]
+    path = put(tmp_path / "t.jsonl", rows)
+    assert read_predictions(path) == {"q0": Prediction("Lima", "<answer>Lima</answer>", True, 1, ["p1", "p2"])}
+    assert read_predictions(path, 1) == {"q0": Prediction("", "", False, 1, ["p1", "p2"], "tool_error: time-out")}
 
 
 # ---------------------------------------------------------------------------------------------------------------- cases
