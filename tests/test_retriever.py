@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
@@ -25,6 +27,7 @@ from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, Robe
 import exact
 import retriever as R
 from data import DataError, Passage, only_writer
+from passages import read_ids, write_ids
 from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, HybridRetriever, Index, PassageIds,
                        RetrieverConfig, RetrieverError, build_index, encode, exact_gold_ranks, exact_search,
                        load_encoder, mean_pool, open_index, open_retriever, refuse_nonfinite, rrf, truncate_ids)
@@ -225,6 +228,44 @@ def test_encode_order_batches_prefixes(tmp_path):
     with torch.no_grad():
         hidden = bert(torch.tensor([tokenizer("red fox")["input_ids"]])).last_hidden_state
     assert torch.allclose(first, hidden[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ance", "mean", "first"])
+def test_packed_texts_have_the_vectors_of_padded_ones(tmp_path, kind):
+    """Texts in one row, each seeing itself alone, filled up or not: the vectors that padding and masks give."""
+    (tiny_ance if kind == "ance" else tiny_encoder)(tmp_path)
+    model, tokenizer, encoder = load_encoder(str(tmp_path), device="cpu", pooling=None if kind == "ance" else kind)
+    texts = [p.contents[:50] for p in passages(40)] + ["x", "x", "y" * 50]
+    expected = encode(model, tokenizer, texts, encoder)
+    tokens = [np.array(ids, dtype=np.int32) for ids in tokenizer(texts)["input_ids"]]
+    before = model.config._attn_implementation
+    for budget in (1, 200, 10_000):
+        packed = R.PackedModel(model, budget)
+        assert torch.allclose(R.encode_tokens(model, tokens, encoder, 0, budget, packed), expected, atol=1e-5)
+        packed.compiled = True  # the one shape that compilation needs, here without compiling
+        assert torch.allclose(R.encode_tokens(model, tokens, encoder, 0, budget, packed), expected, atol=1e-5)
+    assert model.config._attn_implementation == before
+    runs = [r for r in R.PackedModel(model, 200).batches(np.array([len(t) for t in tokens]))]
+    assert [i for r in runs for i in range(r.start, r.stop)] == list(range(43))
+
+
+@pytest.mark.gpu
+def test_encoding_on_a_gpu_is_near_float32_on_a_cpu(tmp_path):
+    for make in (tiny_ance, tiny_encoder):
+        make(tmp_path / make.__name__)
+        model, tokenizer, encoder = load_encoder(str(tmp_path / make.__name__), device="cpu")
+        corpus = passages(300)
+        expected = F.normalize(encode(model, tokenizer, [p.contents for p in corpus], encoder), dim=1)
+        queries = F.normalize(encode(model.cuda(), tokenizer, [p.contents for p in corpus], encoder), dim=1)
+        assert (queries * expected).sum(1).min() > 0.99
+        path = write_corpus(tmp_path / "corpus.jsonl", corpus)
+        index = build_index(tmp_path / f"i-{make.__name__}", path, model, tokenizer, encoder, shard_size=128,
+                            batch_tokens=2048, workers=2)
+        vectors = F.normalize(torch.from_numpy(np.concatenate(index.shards)).float(), dim=1)
+        assert (vectors * expected).sum(1).min() > 0.99
+        again = build_index(tmp_path / f"j-{make.__name__}", path, model, tokenizer, encoder, shard_size=128,
+                            batch_tokens=2048, workers=2)
+        assert all(np.array_equal(a, b) for a, b in zip(index.shards, again.shards))  # what a resumed build rests on
 
 
 def test_settings_are_detected_and_overruled(tmp_path):
@@ -515,6 +556,78 @@ def test_killed_build_goes_on_byte_identical(tmp_path):
     names = sorted(p.name for p in out.iterdir())
     assert names == sorted(p.name for p in (tmp_path / "whole").iterdir())
     assert all((out / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
+
+
+def test_workers_and_ranks_make_the_same_bytes(tmp_path):
+    """Tokenised by processes, and built by two ranks: the index of a single process that does all of it."""
+    tiny_encoder(tmp_path / "e")
+    corpus = write_corpus(tmp_path / "c.jsonl", passages(130))
+    parts = load_encoder(str(tmp_path / "e"), device="cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        build_index(tmp_path / "one/dense", corpus, *parts, shard_size=30)
+        build_index(tmp_path / "workers/dense", corpus, *parts, shard_size=30, workers=2)
+    finally:
+        torch.set_num_threads(threads)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               str(ROOT / "retriever.py"), "kind=dense", f"corpus={corpus}", f"index={tmp_path / 'ranks'}",
+               f"encoder={tmp_path / 'e'}", "shard_size=30", "device=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.strip())  # from one rank alone
+    assert (said["count"], said["indexed"]) == (130, 130)
+    for other in ("workers", "ranks"):
+        names = sorted(p.name for p in (tmp_path / "one/dense").iterdir())
+        assert names == sorted(p.name for p in (tmp_path / other / "dense").iterdir())
+        for name in names:
+            assert (tmp_path / "one/dense" / name).read_bytes() == (tmp_path / other / "dense" / name).read_bytes(), name
+
+
+def test_full_disk_and_damage_are_told(tmp_path, monkeypatch):
+    tiny_encoder(tmp_path / "e")
+    parts = load_encoder(str(tmp_path / "e"), device="cpu")
+    with monkeypatch.context() as m:
+        m.setattr(R.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(RetrieverError, match="disk has 0.0 GB free"):
+            build_index(tmp_path / "i", passages(50), *parts, shard_size=20)
+    with monkeypatch.context() as m:
+        save, saved = np.save, []
+
+        def full(f, array):
+            if len(saved) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            saved.append(len(array))
+            save(f, array)
+        m.setattr(R.np, "save", full)
+        with pytest.raises(RetrieverError, match="no space left.*goes on there"):
+            build_index(tmp_path / "i", passages(50), *parts, shard_size=20)
+    index = build_index(tmp_path / "i", passages(50), *parts, shard_size=20)
+    assert index.encoded == 30  # the shard that was whole stays
+    path = tmp_path / "i/shard-00001.npy"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    open_index(tmp_path / "i")  # sizes and shapes alone
+    with pytest.raises(RetrieverError, match="shard-00001.npy has another checksum"):
+        open_index(tmp_path / "i", verify=True)
+
+
+def test_stored_ids_are_those_in_memory(tmp_path):
+    rng = random.Random(0)
+    ids = list(dict.fromkeys("".join(rng.choices("ab1é東_", k=rng.randint(1, 5))) for _ in range(700)))
+    for run in (1, 7, 1000):  # sorted in runs that are merged
+        assert write_ids(tmp_path, iter(ids), run) == len(ids)
+        stored, plain_ids = read_ids(tmp_path), PassageIds(ids)
+        assert list(stored) == ids and len(stored) == len(ids) and stored[-1] == ids[-1]
+        assert stored.order.tolist() == plain_ids.order.tolist()
+        assert all(stored.position(id_) == i for i, id_ in enumerate(ids))
+        for missing in ("", "zz", "\ud83d", 5, "a" * 50):
+            assert missing not in stored
+    with pytest.raises(RetrieverError, match="'東' occurs more than once"):
+        write_ids(tmp_path, ["b", "東", "a", "東"], 2)
+    with pytest.raises(RetrieverError, match="no passages"):
+        write_ids(tmp_path, [])
 
 
 def test_two_builders_do_not_share_a_folder(tmp_path):
