@@ -12,7 +12,8 @@ Sources: ConvSearch-R1 (arXiv 2505.15776, equations 1 and 2, and its released re
 * The strict parser accepts exactly one think block and one rewrite block. The original's expression lets an empty
   rewrite, a rewrite inside the think block and any text on later lines pass; it is kept as `parser="paper"`.
 * A malformed response has no rewrite (strict). Whoever needs a query for it, inference for one, takes the raw question.
-* Composed and decomposed accents compare equal (NFC on both sides).
+* Composed and decomposed accents compare equal (NFC on both sides). A golden answer that normalises to nothing ("The")
+  is none: FlashRAG's functions let an empty prediction equal it, and find it inside every prediction.
 * The format check of a search trajectory does not read what stands inside result blocks, so a document cannot break it.
 
 Parsing takes time linear in the length of the text. No exception is caught and turned into a low score.
