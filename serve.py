@@ -8,7 +8,7 @@
 | ConvSearch-R1 | POST /retrieve: queries, query_ids, topk | {"result": ranks}, -1: not found; or [ranks, scores] |
 | Search-R1 | POST /retrieve: queries, topk (no query_ids) | {"result": [[document or {"document", "score"}]]} |
 | ReSearch | GET /health, POST /search, /batch_search: query, top_n | documents {id, contents}, or [documents, scores] |
-| an agent | MCP tool `retrieve`: query; /mcp, or stdin and stdout | plain text for the model; errors are MCP errors |
+| an agent | MCP tool `retrieve`: query; /mcp, or stdin and stdout | plain text; a bad query is a tool error, a failure MCP's |
 | RemoteRetriever | POST /hits, /gold_ranks, /has_ids | (id, score) lists; ranks, "failed" for a NaN; booleans |
 
 Unlike theirs: ranks follow retriever.py's rule of order and every query has its own, under BM25 too; an unknown query
@@ -323,6 +323,8 @@ def make_mcp(service: Service) -> Any:
     """The MCP server, with the tool `retrieve`."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.shared.exceptions import MCPError
+    from mcp_types import INTERNAL_ERROR
     server = MCPServer("retriever", log_level="WARNING", subscriptions=False)
 
     @server.tool(structured_output=False)
@@ -334,6 +336,8 @@ def make_mcp(service: Service) -> Any:
             documents = (await service.documents(await service.search([query], service.cfg.topk)))[0]
         except Refused as e:
             service.counts["refused"] += e.status != 500
+            if e.status >= 500:  # not the caller's doing: a protocol error, so that nobody scores a rollout by it
+                raise MCPError(INTERNAL_ERROR, e.reason) from e
             raise ToolError(e.reason) from e
         shown = []
         for place, document in enumerate(documents, 1):
