@@ -134,12 +134,15 @@ def _first_line(e: Exception) -> str:
 
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float,
-                    entropy: bool) -> tuple[Tensor, Tensor]:
-    """(M, D) hidden states, (M,) next tokens → (M,) log-probabilities and (M,) entropies (zeros unless asked for)."""
+                    extra: str) -> tuple[Tensor, Tensor]:
+    """(M, D) hidden states, (M,) next tokens → (M,) log-probabilities, and (M,) what `extra` asks for: `entropy`; `top`,
+    1 where the token is the most probable one; or zeros."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    if not entropy:
+    if extra == "top":
+        return logprobs, (logits.argmax(-1) == targets).float()
+    if not extra:
         return logprobs, torch.zeros_like(logprobs)
     return logprobs, normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
 
@@ -383,8 +386,8 @@ def _whole_sequences(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
     return inputs, source
 
 
-def _logprobs_forward(model: nn.Module, packed: Packed, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    """The computation behind `packed_logprobs`: log-probabilities (B, T) and entropies (B, T)."""
+def _logprobs_forward(model: nn.Module, packed: Packed, temperature: float, extra: str) -> tuple[Tensor, Tensor]:
+    """The computation behind `packed_logprobs`: log-probabilities (B, T) and what `extra` asks for, (B, T)."""
     states = model.base_model(**packed.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
     empty = torch.zeros(packed.shape, device=states.device)
     if not len(packed.targets):  # nothing to predict: keep the graph, so that every rank has a backward pass to run
@@ -397,10 +400,10 @@ def _logprobs_forward(model: nn.Module, packed: Packed, temperature: float, entr
     size = -(-len(rows) // -(-len(rows) // CHUNK_TOKENS))  # chunks of equal size
     for h, t in zip(rows.split(size), packed.targets.split(size)):
         if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, head, h, t, temperature, entropy, use_reentrant=False,
+            parts.append(checkpoint(chunk, head, h, t, temperature, extra, use_reentrant=False,
                                     preserve_rng_state=False))
         else:
-            parts.append(chunk(head, h, t, temperature, entropy))
+            parts.append(chunk(head, h, t, temperature, extra))
     return tuple(empty.index_put(packed.entries.unbind(), torch.cat(p)) for p in zip(*parts))
 
 
@@ -410,13 +413,16 @@ def _compiled_chunk():
 
 
 def packed_logprobs(model: nn.Module, packed: Packed, temperature: float = 1.0,
-                    with_entropy: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """`token_logprobs` of sequences that are packed already: (B, T), zero where nothing was wanted."""
+                    extra: str = "") -> Tensor | tuple[Tensor, Tensor]:
+    """`token_logprobs` of sequences that are packed already: (B, T), zero where nothing was wanted.
+
+    With `extra` also, (B, T), the `entropy` of the same distributions, or `top`: 1 where the token is the most probable.
+    """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)")
     forward = getattr(model, "logprobs_forward", None) or functools.partial(_logprobs_forward, model)
-    logprobs, entropies = forward(packed, temperature, with_entropy)
-    return (logprobs, entropies) if with_entropy else logprobs
+    logprobs, extras = forward(packed, temperature, extra)
+    return (logprobs, extras) if extra else logprobs
 
 
 def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float = 1.0,
@@ -432,7 +438,8 @@ def token_logprobs(model: nn.Module, tokens: Tensor, attention_mask: Tensor, tem
     `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group have the same
     prompt, which is then computed once, and so is what all prompts begin with; the results are the same.
     """
-    return packed_logprobs(model, pack(model, tokens, attention_mask, positions, groups), temperature, with_entropy)
+    packed = pack(model, tokens, attention_mask, positions, groups)
+    return packed_logprobs(model, packed, temperature, "entropy" if with_entropy else "")
 
 
 # --------------------------------------------------------------------------------------------------------------- LoRA

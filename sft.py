@@ -40,8 +40,8 @@ import trajectories
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
-from model import (LoRAConfig, ModelError, adapter_base, adapter_settings, load_causal_lm, load_tokenizer, lr_at,
-                   make_optimizer, token_logprobs)
+from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer, lr_at,
+                   make_optimizer, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from rollout import EngineConfig, Sampling, check_engine
 
@@ -98,11 +98,9 @@ class SFTConfig:
     """train: passes over the records"""
     sequences_per_step: int = 64
     """train: sequences of an optimizer step, over all processes; the last step of an epoch takes what is left"""
-    micro_batch_size: int = 8
-    """train: sequences of one forward and backward pass; changes speed and memory, not the result"""
-    micro_batch_tokens: int | None = None
-    """train: instead, pack sequences of up to so many tokens together into a pass (a longer one has its own); no
-    sequence sees another, positions begin anew in each"""
+    micro_batch_tokens: int = 8192
+    """train: tokens of one forward and backward pass and process: sequences are packed up to so many (a longer one has
+    a pass of its own), none sees another, positions begin anew in each; changes speed and memory, not the result"""
     lr: float = 1e-5
     """train: peak learning rate"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -119,8 +117,11 @@ class SFTConfig:
     """train: a step with a gradient that is not finite is skipped; so many in a row end the run"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """train: an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
-    gradient_checkpointing: bool = False
-    """train: recompute activations in the backward pass (less memory, a third more time)"""
+    gradient_checkpointing: float = 0.0
+    """train: share of the decoder layers that recompute their activations in the backward pass: less memory, up to a
+    third more time"""
+    compile: bool = True
+    """train, on a GPU: decoder layers and head through torch.compile (a minute or two in the first step)"""
     save_every: int = 50
     """train: steps between checkpoints; there is one after every epoch too"""
     keep_checkpoints: int = 2
@@ -345,37 +346,35 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
     return [rows[i] for i in order[position * cfg.sequences_per_step:(position + 1) * cfg.sequences_per_step]]
 
 
-def collate(rows: list[Example], pad_id: int, device: torch.device) -> Batch:
-    """Right-padded tensors; masks go by position, so pad may be EOS.  No rows: one row that trains nothing."""
+def collate(rows: list[Example], pad_id: int) -> Batch:
+    """Right-padded tensors on the CPU; masks go by position, so pad may be EOS.  No rows: one row that trains nothing."""
     rows = rows or [Example([pad_id, pad_id], [0], "")]
     width = max(len(r.tokens) for r in rows)
     fill = [width - len(r.tokens) for r in rows]
     starts = [r.loss_mask.index(1) + 1 if any(r.loss_mask) else len(r.loss_mask) for r in rows]
-    return Batch(torch.tensor([r.tokens + [pad_id] * n for r, n in zip(rows, fill)], device=device),
-                 torch.tensor([[1] * len(r.tokens) + [0] * n for r, n in zip(rows, fill)], device=device),
-                 torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool, device=device),
-                 torch.tensor(starts, device=device))
+    return Batch(torch.tensor([r.tokens + [pad_id] * n for r, n in zip(rows, fill)]),
+                 torch.tensor([[1] * len(r.tokens) + [0] * n for r, n in zip(rows, fill)]),
+                 torch.tensor([r.loss_mask + [0] * n for r, n in zip(rows, fill)], dtype=torch.bool),
+                 torch.tensor(starts))
 
 
-def micro_batches(rows: list[Example], size: int, pad_id: int, where: Dist, budget: int | None = None) -> list[Batch]:
-    """This process's share of `rows`: batches of rows of like length, dealt out in turn, the same number to each.
+def micro_batches(rows: list[Example], budget: int, pad_id: int, where: Dist) -> list[Batch]:
+    """This process's share of `rows`: batches of at most `budget` tokens (or one row), as many on every process.
 
-    `size` rows in each; with `budget` as many as have that many tokens together (first fit, the longest first).
+    The longest first, each row goes where least is so far, so that batches and processes have about equal work.
     """
     ordered = sorted(rows, key=lambda r: len(r.tokens), reverse=True)
-    size = max(1, min(size, math.ceil(len(rows) / where.world)))  # nobody idles while another has two rows to do
-    parts = [ordered[i:i + size] for i in range(0, len(ordered), size)]
-    if budget is not None:
-        parts, room = [], []
+    needed = min(len(rows), math.ceil(sum(len(r.tokens) for r in rows) / budget))
+    count = max(1, math.ceil(needed / where.world)) * where.world
+    while True:
+        parts, filled = [[] for _ in range(count)], [0] * count
         for row in ordered:
-            at = next((i for i, left in enumerate(room) if left >= len(row.tokens)), len(parts))
-            if at == len(parts):
-                parts.append([])
-                room.append(budget)
+            at = filled.index(min(filled))
             parts[at].append(row)
-            room[at] -= len(row.tokens)
-    parts += [[]] * (-len(parts) % where.world)
-    return [collate(part, pad_id, where.device) for part in parts[where.rank::where.world]]
+            filled[at] += len(row.tokens)
+        if all(size <= budget or len(part) == 1 for size, part in zip(filled, parts)):
+            return [collate(part, pad_id) for part in parts[where.rank::where.world]]
+        count += where.world
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -392,24 +391,24 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for i, batch in enumerate(batches):
-        if hasattr(model, "set_requires_gradient_sync"):  # one reduction a step
+        if hasattr(model, "set_requires_gradient_sync"):  # one reduction a step, weights gathered once
             model.set_requires_gradient_sync(i == len(batches) - 1)
-        # Every row is a group of its own; what all prompts begin with, the instruction, is computed once.
-        groups = (batch.prompt_lengths, torch.arange(len(batch.tokens), device=batch.tokens.device))
-        logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask, groups=groups)
-        loss = -(logprobs * batch.loss_mask).sum() / tokens
+            model.set_reshard_after_backward(i == len(batches) - 1)
+        packed = packed_batch(model, batch)
+        loss = -packed_logprobs(model, packed).sum() / tokens  # zero where nothing is trained
         (loss * world).backward()  # FSDP averages over processes; a sum is meant
-        total += loss.item()
+        total = total + loss.detach()
     norm = D.clip_grad_norm(model, max_grad_norm)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total, norm
+    return float(total), norm
 
 
-def count_correct(logits: Tensor, targets: Tensor, loss_mask: Tensor) -> int:
-    """At how many masked positions the target is the most probable token: (B, U, V), (B, U), (B, U) bool."""
-    return int(((logits.argmax(-1) == targets) & loss_mask).sum())
+def packed_batch(model: nn.Module, batch: Batch) -> Packed:
+    """The batch laid out for the model: what all its prompts begin with, the instruction, is computed once."""
+    groups = (batch.prompt_lengths, torch.arange(len(batch.tokens)))  # every row is a group of its own
+    return pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups)
 
 
 @torch.no_grad()
@@ -417,14 +416,8 @@ def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
     """{"heldout_loss" (nats a token), "heldout_accuracy"} over all processes; padding and prompts count nowhere."""
     sums = [0.0, 0.0, 0.0]
     for batch in batches:
-        columns = batch.loss_mask.any(0).nonzero().squeeze(-1)  # (U,): responses stand at the end, so U is far below T
-        columns = columns if len(columns) else columns.new_zeros(1)
-        logits = model(input_ids=batch.tokens[:, :-1], logits_to_keep=columns, use_cache=False).logits.float()
-        targets, mask = batch.tokens[:, 1:][:, columns], batch.loss_mask[:, columns]  # (B, U)
-        logprobs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
-        sums[0] -= float(torch.where(mask, logprobs, 0.0).sum())
-        sums[1] += count_correct(logits, targets, mask)
-        sums[2] += int(mask.sum())
+        logprobs, top = packed_logprobs(model, packed_batch(model, batch), extra="top")  # zero where nothing is trained
+        sums = [sums[0] - float(logprobs.sum()), sums[1] + float(top.sum()), sums[2] + float(batch.loss_mask.sum())]
     nll, correct, tokens = D.all_reduce_sum(sums)
     if not math.isfinite(nll):
         raise Diverged(f"the held-out loss is {nll}: the weights are damaged; lower lr or take another model")
@@ -461,11 +454,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
     per_epoch = steps_per_epoch(len(rows), cfg)
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
-    # Logits exist where any row of a batch is trained: with turns between results, a row at a time.
-    together = all(sum(e.loss_mask) == len(e.loss_mask) - e.loss_mask.index(1) for e in heldout)
-    held_batches = micro_batches(heldout, cfg.micro_batch_size if together else 1, pad_id, where) if heldout else []
-    # transformers recomputes in train mode alone; all dropout is 0 in either mode but the adapter's
-    training = cfg.gradient_checkpointing or cfg.lora.dropout > 0
+    held_batches = micro_batches(heldout, cfg.micro_batch_tokens, pad_id, where) if heldout else []
     best: dict = {}
     start, bad, skipped = 0, 0, 0
     torch.manual_seed(cfg.seed + where.rank)  # dropout's draws; a checkpoint brings the state that it was saved in
@@ -484,8 +473,8 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             batch = step_examples(rows, step, cfg)
             tokens = sum(sum(r.loss_mask) for r in batch)
             lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
-            model.train(training)
-            parts = micro_batches(batch, cfg.micro_batch_size, pad_id, where, cfg.micro_batch_tokens)
+            model.train()  # for an adapter's dropout; all other is 0
+            parts = micro_batches(batch, cfg.micro_batch_tokens, pad_id, where)
             loss, norm = train_step(model, optimizer, parts, tokens, lr, cfg.max_grad_norm, where.world)
             model.eval()
             loss = sum(D.gather_objects(loss))
@@ -534,12 +523,11 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
            + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) = {len(rows)}; "
            f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
            f"{min(cfg.sequences_per_step, len(rows))} sequences / {where.world} processes, "
-           + (f"packed to {cfg.micro_batch_tokens} tokens" if cfg.micro_batch_tokens else
-              f"{cfg.micro_batch_size} at a time") + ";"
-           f" {sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
+           f"packed to {cfg.micro_batch_tokens} tokens; "
+           f"{sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
     cuda = where.device.type == "cuda"
     model = load_causal_lm(cfg.model, torch.bfloat16 if cuda and cfg.lora.r else torch.float32, where.device,
-                           cfg.gradient_checkpointing, cfg.lora, cfg.seed)
+                           cfg.gradient_checkpointing, cfg.lora, cfg.seed, compiled=cuda and cfg.compile)
     if cfg.lora.r:
         trained, whole = (sum(p.numel() for p in model.parameters() if p.requires_grad >= least) for least in (1, 0))
         print0(f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = {100 * trained / whole:.2f} %")
@@ -552,7 +540,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
         raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions; set "
                           f"max_length={positions} or less: longer rows are then dropped and counted")
     pad_id = data.pad_token_id(tokenizer, data.eos_token_ids(tokenizer), vocabulary)
-    D.shard_model(model, where, bf16=cuda)
+    D.shard_model(model, where, bf16=cuda, gather_once=True)
     result = {"model": final, "records": len(rows), "heldout": len(heldout), "dropped": sum(dropped.values()),
               **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
     if where.rank == 0:
@@ -602,13 +590,15 @@ def check(cfg: SFTConfig) -> None:
     if cfg.stage == "all" and cfg.records:
         raise ConfigError(f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples")
     for name in ("samples_per_turn", "max_rank", "keep_per_turn", "max_response_tokens", "epochs", "sequences_per_step",
-                 "micro_batch_size", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "max_turns",
-                 "micro_batch_tokens"):
+                 "micro_batch_tokens", "save_every", "keep_checkpoints", "max_bad_steps", "chunk", "max_turns"):
         value = getattr(cfg, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}; it must be at least 1")
     if cfg.samples_per_turn > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise temperature")
+    if not 0 <= cfg.gradient_checkpointing <= 1:
+        raise ConfigError(f"gradient_checkpointing={cfg.gradient_checkpointing} is a share of the layers: from 0 (none) "
+                          "to 1 (all)")
     if not 0 <= cfg.heldout_fraction < 1 or not 0 <= cfg.warmup_fraction <= 1:
         raise ConfigError(f"heldout_fraction={cfg.heldout_fraction} must be in [0, 1) and warmup_fraction="
                           f"{cfg.warmup_fraction} in [0, 1]")

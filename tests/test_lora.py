@@ -480,7 +480,7 @@ def short_prompt(monkeypatch):
 
 
 def sft_config(lm, records, output, **changes):
-    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=1e-2, sequences_per_step=3, micro_batch_size=2,
+    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=1e-2, sequences_per_step=3, micro_batch_tokens=600,
                   heldout_fraction=0.25, save_every=1, lora=M.LoRAConfig(r=4, dropout=0.1))
     return sft.SFTConfig(**values | changes)
 

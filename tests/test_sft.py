@@ -65,7 +65,7 @@ def short_prompt(monkeypatch):
 
 def config(lm, records, output, **changes):
     values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
-                  micro_batch_size=2, heldout_fraction=0.25, save_every=1)
+                  micro_batch_tokens=600, heldout_fraction=0.25, save_every=1)
     return sft.SFTConfig(**values | changes)
 
 
@@ -118,7 +118,7 @@ def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
 
 def test_mask_goes_by_position_when_pad_is_eos():
     """sft-03: the one EOS of the response is trained, the equal ids behind it are not."""
-    batch = sft.collate([sft.Example([9, 7, 8, 2], [1, 1, 1], ""), sft.Example([9] * 6, [0] * 5, "")], 2, CPU.device)
+    batch = sft.collate([sft.Example([9, 7, 8, 2], [1, 1, 1], ""), sft.Example([9] * 6, [0] * 5, "")], 2)
     assert batch.tokens[0].tolist() == [9, 7, 8, 2, 2, 2]
     labels = torch.where(batch.loss_mask, batch.tokens[:, 1:], -100)
     assert labels[0].tolist() == [7, 8, 2, -100, -100] and batch.attention_mask[0].tolist() == [1, 1, 1, 1, 0, 0]
@@ -142,9 +142,16 @@ def test_no_row_left_is_an_error_before_the_model_is_loaded(lm, records, tmp_pat
 
 def test_token_accuracy_counts_masked_positions_only():
     """sft-11"""
-    logits = torch.nn.functional.one_hot(torch.tensor([[7, 8, 2, 2]]), 10).float()
-    mask = torch.tensor([[True, True, False, False]])
-    assert sft.count_correct(logits, torch.tensor([[7, 9, 2, 2]]), mask) / int(mask.sum()) == 0.5
+    model = tiny_lm()
+    logits = model(torch.tensor([[7, 9, 2, 2]])).logits[0]
+    best, other = int(logits[0].argmax()), int(logits[1].argmin())
+    logits = model(torch.tensor([[7, best, other, 2]])).logits[0]
+    batch = sft.collate([sft.Example([7, best, other, 2, 3], [1, 1, 0, 0], "")], 0)
+    where = sft.D.setup()
+    try:
+        assert sft.heldout_loss(model, [batch])["heldout_accuracy"] == (1 + (int(logits[1].argmax()) == other)) / 2
+    finally:
+        sft.D.cleanup()
 
 
 def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
@@ -152,7 +159,7 @@ def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
     model = tiny_lm()
     where = sft.D.setup()
     try:
-        found = sft.heldout_loss(model, sft.micro_batches(examples, 2, 0, where))
+        found = sft.heldout_loss(model, sft.micro_batches(examples, 600, 0, where))
     finally:
         sft.D.cleanup()
     sums = torch.zeros(3)
@@ -197,7 +204,7 @@ def test_gradient_does_not_depend_on_the_micro_batch_size(lm, records):
         labels = torch.tensor(e.tokens[1:]).masked_fill(~torch.tensor(e.loss_mask).bool(), -100)
         part = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         (part / sum(sum(e.loss_mask) for e in examples)).backward()
-    for size in (1, 2, 4, 8):
+    for size in (1, 400, 900, 9000):
         after = one_update(examples, size)[2]
         for name, p in model.named_parameters():
             assert (after[name] - (p.detach() - p.grad)).abs().max() < 1e-6, (size, name)  # logits are taken in float32
@@ -207,10 +214,10 @@ def test_processes_share_a_batch_without_loss(lm, records):
     """Every process has as many micro-batches as the others, and together they have every row once."""
     examples = rows_of(lm, records)[0]
     for world in (1, 2, 3, 8, 9):
-        parts = [sft.micro_batches(examples, 2, 0, Dist(rank, world, CPU.device)) for rank in range(world)]
+        parts = [sft.micro_batches(examples, 600, 0, Dist(rank, world, CPU.device)) for rank in range(world)]
         assert len({len(p) for p in parts}) == 1
         assert sum(int(b.loss_mask.sum()) for p in parts for b in p) == sum(sum(e.loss_mask) for e in examples)
-    empty = sft.collate([], 0, CPU.device)
+    empty = sft.collate([], 0)
     model = tiny_lm()
     out = token_logprobs(model, empty.tokens, empty.attention_mask, positions=empty.loss_mask)
     out.sum().backward()  # a process without rows still has a backward pass
@@ -224,7 +231,7 @@ def test_overfits_and_greedy_output_equals_the_target(records, tmp_path):
     path = str(tmp_path / "r.jsonl")
     data.write_jsonl(path, [record(i) for i in range(4)])
     result = sft.main(config(str(tmp_path / "lm"), path, tmp_path / "o", epochs=45, lr=1e-2, sequences_per_step=4,
-                             micro_batch_size=4, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
+                             micro_batch_tokens=4096, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
     steps = metrics(tmp_path / "o")
     assert steps[0]["loss"] > 4 and steps[-1]["loss"] < 0.05 and result["best_epoch"] == 45
     infer.main(infer.InferConfig(model=str(tmp_path / "o/final"), turns=path, out=str(tmp_path / "i.jsonl"),
