@@ -42,6 +42,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from approximate import FaissIndex, build_faiss
 from bm25 import BM25Retriever, build_postings
 from config import run, save_config
 from data import Passage, atomic_write, located_lines, located_passages, only_writer
@@ -759,14 +760,17 @@ class DenseRetriever:
     """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads."""
 
     def __init__(self, index: Index | str | os.PathLike, model: nn.Module, tokenizer: Any,
-                 encoder: Encoder | None = None, batch_tokens: int = 8192):
-        """index: a folder or what `open_index` gave; the rest: what `load_encoder` gave, checked against the index."""
+                 encoder: Encoder | None = None, batch_tokens: int = 8192, resident: bool = True):
+        """index: a folder or what `open_index` gave; the rest: what `load_encoder` gave, checked against the index.
+
+        resident: hold the vectors in the memory of the encoder's GPU, if they fill at most half of what is free
+        """
         self.index = index if isinstance(index, Index) else open_index(index)
         self.model, self.tokenizer, self.encoder, self.batch_tokens = model, tokenizer, encoder, batch_tokens
         if self.index.meta:
             _check_encoder(self.index.folder, self.index.meta, model, tokenizer, encoder)
         self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
-        self.shards = place(self.index.shards, self.device)
+        self.shards = place(self.index.shards, self.device) if resident else self.index.shards
         self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
 
@@ -810,6 +814,49 @@ class DenseRetriever:
         for part in self.encode_queries(queries).split(2048):
             out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff)
         return out
+
+
+class FaissRetriever(DenseRetriever):
+    """Search by a FAISS index beside the exact one: what it does not find has no rank.
+
+    `gold_ranks` reads the list of the best `cutoff` passages (and as many more as there are golds), by the scores that the
+    FAISS index gives; ties count against the gold.
+    """
+
+    def __init__(self, index: Index | str | os.PathLike, faiss: FaissIndex | str | os.PathLike, model: nn.Module,
+                 tokenizer: Any, encoder: Encoder | None = None, batch_tokens: int = 8192):
+        """faiss: a folder that `build_faiss` wrote for this dense index, or what was opened from it."""
+        index = index if isinstance(index, Index) else open_index(index)
+        self.faiss = faiss if isinstance(faiss, FaissIndex) else FaissIndex(faiss, faiss_source(index))
+        super().__init__(index, model, tokenizer, encoder, batch_tokens, resident=False)
+
+    def hits(self, queries: Sequence[str], k: int) -> list[Hits | None]:
+        """As `search`, with None for a query whose vector is NaN."""
+        check_k(k)
+        vectors, out = self.encode_queries(queries).cpu(), []
+        if not len(vectors):
+            return []
+        for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
+            found = [(self.passage_ids[row], float(score)) for row, score in zip(rows.tolist(), scores) if row >= 0]
+            out.append(sorted(found, key=lambda hit: (-hit[1], hit[0])) if torch.isfinite(vector).all() else None)
+        return out
+
+    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
+        """Rank of the best gold of every query in the list of its query; None where none is found up to `cutoff`."""
+        check_k(cutoff, "cutoff")
+        golds = [{self.passage_ids[i] for i in rows} for rows in gold_positions(self.passage_ids, queries, gold_ids)]
+        out: list = []
+        for hits, gold in zip(self.hits(queries, cutoff + max(map(len, golds), default=0)), golds):
+            best = max((score for id_, score in hits or [] if id_ in gold), default=None)
+            rank = best is not None and 1 + sum(score >= best for id_, score in hits if id_ not in gold)
+            out.append(FAILED if hits is None else rank if rank and rank <= cutoff else None)
+        return out
+
+
+def faiss_source(index: Index) -> dict:
+    """What of a dense index a FAISS index of it depends on."""
+    return {key: index.meta[key] for key in ("count", "dim", "corpus", "fingerprint", "pooling", "normalise",
+                                             "passage_prefix", "passage_length")}
 
 
 class HybridRetriever:
@@ -1051,6 +1098,12 @@ class RetrieverConfig:
     """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
     verify: bool = False
     """compare the checksums of a dense index when it is opened: reads all of it"""
+    faiss: str = ""
+    """approximate search: factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32); empty: exact"""
+    nprobe: int = 32
+    """FAISS: lists of an IVF index that a search looks at; saved with the index"""
+    ef_search: int = 128
+    """FAISS: width of the front in an HNSW graph; saved with the index"""
     device: str = "auto"
     """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
     k1: float = 0.9
@@ -1087,6 +1140,11 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder]:
                         query_length=cfg.query_length, passage_length=cfg.passage_length)
 
 
+def faiss_folder(cfg: RetrieverConfig) -> Path:
+    """Where the FAISS index of that kind lies: beside the dense one, named after its factory string."""
+    return Path(cfg.index, "faiss-" + re.sub(r"\W+", "-", cfg.faiss))
+
+
 def _batch_tokens(cfg: RetrieverConfig, model: nn.Module) -> int:
     return cfg.batch_tokens or (65536 if next(model.parameters()).is_cuda else 8192)
 
@@ -1109,8 +1167,10 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
             raise RetrieverError(f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
                                  "corpus=FILE encoder=FOLDER index=OUT, then give index=OUT")
         index = open_index(Path(cfg.index, "dense"), verify=cfg.verify)  # before any model is loaded
+        faiss = FaissIndex(faiss_folder(cfg), faiss_source(index)) if cfg.faiss else None
         model, tokenizer, encoder = _load(cfg)
-        return DenseRetriever(index, model, tokenizer, encoder, _batch_tokens(cfg, model))
+        parts = model, tokenizer, encoder, _batch_tokens(cfg, model)
+        return FaissRetriever(index, faiss, *parts) if faiss else DenseRetriever(index, *parts)
 
     if cfg.kind == "hybrid":
         return HybridRetriever(dense(), bm25(), cfg.depth, cfg.rrf_k, cfg.weights)
@@ -1167,6 +1227,8 @@ def _build(cfg: RetrieverConfig, rank: int) -> dict | None:
                             _batch_tokens(cfg, model), workers)
         count, indexed, dim = len(index.ids), index.encoded, index.size
         truncated = sum(shard["truncated"] for shard in index.meta["shards"])
+        if cfg.faiss and rank == 0:
+            build_faiss(faiss_folder(cfg), index.shards, cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search)
     if rank:
         return None
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))

@@ -630,6 +630,56 @@ def test_stored_ids_are_those_in_memory(tmp_path):
         write_ids(tmp_path, [])
 
 
+def test_faiss_indexes_beside_the_exact_one(tmp_path):
+    """Flat finds what exact search finds; lists and codes find most of it; each opens with its own settings."""
+    pytest.importorskip("faiss")
+    tiny_encoder(tmp_path / "e")
+    corpus = passages(400)
+    cfg = RetrieverConfig(kind="dense", corpus=write_corpus(tmp_path / "c.jsonl", corpus), index=str(tmp_path / "i"),
+                          encoder=str(tmp_path / "e"), device="cpu")
+    queries, golds = [p.contents[:20] for p in corpus[:30]], [[p.id] for p in corpus[:30]]
+    R.main(cfg)
+    exact_retriever = open_retriever(cfg)
+    truth, ranks = exact_retriever.search(queries, 10), exact_retriever.gold_ranks(queries, golds)
+    for factory, least in (("Flat", 1.0), ("SQfp16", 0.95), ("IVF8,Flat", 0.9), ("HNSW16", 0.9)):
+        cfg.faiss, cfg.nprobe = factory, 7
+        with pytest.raises(RetrieverError, match="no FAISS index"):
+            open_retriever(cfg)
+        assert R.main(cfg)["indexed"] == 0  # the vectors are there
+        r = open_retriever(cfg)
+        assert isinstance(r, R.FaissRetriever) and r.faiss.meta["nprobe"] == 7
+        if "IVF" in factory:
+            assert r.faiss._index.nprobe == 7
+        found = r.search(queries, 10)
+        overlap = sum(len({i for i, _ in a} & {i for i, _ in b}) for a, b in zip(found, truth)) / 300
+        assert overlap >= least, (factory, overlap)
+        if factory == "Flat":
+            assert sum(a != b for a, b in zip(r.gold_ranks(queries, golds), ranks)) <= 1  # float32 sums in another order
+            assert len(r.search(queries[:1], 5000)[0]) == 400 and r.search([], 3) == [] and r.gold_ranks([], []) == []
+            assert r.gold_ranks(queries[:1], [["p0001", "p0000"]], cutoff=1) in ([1], [None])
+    cfg.faiss = "IVF9999,Flat"
+    with pytest.raises(RetrieverError, match="9999 lists"):
+        R.main(cfg)
+    cfg.faiss = "Nonsense7"
+    with pytest.raises(RetrieverError, match="factory string"):
+        R.main(cfg)
+    cfg.faiss = "Flat"
+    meta = json.loads((tmp_path / "i/faiss-Flat/meta.json").read_text())
+    (tmp_path / "i/faiss-Flat/meta.json").write_text(json.dumps(meta | {"corpus": "another"}))
+    with pytest.raises(RetrieverError, match="corpus"):
+        open_retriever(cfg)
+
+
+def test_faiss_misses_are_no_passages():
+    """FAISS fills a list that is too short with -1, which is not the last passage; a gold that it misses has no rank."""
+    dense = table_retriever([[3.0, 0], [2.0, 0], [1.0, 0], [0, 5.0]], list("abcd"))
+    dense.__class__ = R.FaissRetriever
+    dense.faiss = SimpleNamespace(search=lambda q, k: (np.array([[6.0, 6.0, -9.0]] * len(q), dtype=np.float32),
+                                                       np.array([[1, 0, -1]] * len(q))))
+    assert dense.search(["0"], 3) == [[("a", 6.0), ("b", 6.0)]]
+    assert dense.gold_ranks(["0", "0", "0"], [["a"], ["d"], ["b", "a"]]) == [2, None, 1]
+
+
 def test_two_builders_do_not_share_a_folder(tmp_path):
     tiny_encoder(tmp_path / "e")
     with only_writer(str(tmp_path / "i")), pytest.raises(DataError, match="another process"):

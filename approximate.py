@@ -1,0 +1,109 @@
+"""Approximate and compressed search by FAISS, beside an exact index: less memory or time for some of the passages found.
+
+A file of its own because FAISS is optional: it is imported inside the functions, a GPU build of it is used where one is
+installed, and nothing else needs it.  The kind of index is FAISS's factory string: Flat, SQfp16 (half precision),
+IVF4096,Flat (only the nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph).  It lies in
+a folder of its own with its settings, and is opened with those.
+
+Shapes: Q queries, M passages, D embedding size, K list length.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from data import atomic_folder
+from passages import RetrieverError, check_same, read_meta, write_meta
+
+BLOCK = 65536  # vectors that are added at a time, in float32
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as e:
+        raise RetrieverError("an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact search "
+                             "(faiss unset) needs nothing more") from e
+    return faiss
+
+
+def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
+    """The index in the memory of all GPUs, where FAISS was built for them and knows this kind there."""
+    if getattr(faiss, "get_num_gpus", lambda: 0)() and "HNSW" not in factory:
+        return faiss.index_cpu_to_all_gpus(index)
+    return index
+
+
+def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory: str, source: dict, nprobe: int = 32,
+                ef_search: int = 128) -> int:
+    """Build an index of the vectors of `shards` into `folder`; the vectors added now, 0 where it stood there.
+
+    source: what of the dense index must be the same when this one is opened (its corpus, encoder, size)
+    nprobe, ef_search: how many lists of an IVF index, and how wide a front of an HNSW graph, a search looks at
+    Trained on an even sample: all vectors, or 64 for every list and 2^18 at least.
+    """
+    folder = Path(folder)
+    settings = {"format": "faiss-1", "factory": factory, **source}
+    if (meta := read_meta(folder)) is not None:
+        check_same(folder, meta, settings, "Choose another folder, or delete this one.")
+        return 0
+    faiss = _faiss()
+    count, dim = sum(map(len, shards)), shards[0].shape[1]
+    try:
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as e:
+        raise RetrieverError(f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
+                             f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64") from e
+    wanted = max(64 * getattr(index, "nlist", 0), 1 << 18)
+    rows, ends = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64)), np.cumsum([*map(len, shards)])
+    sample = np.concatenate([shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
+                             for shard, end in zip(shards, ends)]).astype(np.float32)
+    if count < getattr(index, "nlist", 0):
+        raise RetrieverError(f"faiss is {factory!r} with {index.nlist} lists, but there are {count:,} passages; a list needs "
+                             "dozens of them. Give a smaller number of lists.")
+    on_cpu, index = index, _on_gpus(faiss, index, factory)
+    index.train(sample)
+    for shard in shards:
+        for start in range(0, len(shard), BLOCK):
+            index.add(shard[start:start + BLOCK].astype(np.float32))
+    if index is not on_cpu:
+        index = faiss.index_gpu_to_cpu(index)
+    with atomic_folder(os.fspath(folder)) as temporary:
+        faiss.write_index(index, os.path.join(temporary, "index.faiss"))
+        size = os.path.getsize(os.path.join(temporary, "index.faiss"))
+        write_meta(Path(temporary), settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": size})
+    return count
+
+
+class FaissIndex:
+    """A saved index, opened with its settings; `nprobe` and `ef_search` may be set anew at any time."""
+
+    def __init__(self, folder: str | os.PathLike, source: dict):
+        """source: what `build_faiss` was given; RetrieverError where it differs, and where there is no index."""
+        folder = Path(folder)
+        meta = read_meta(folder)
+        if meta is None or meta.get("format") != "faiss-1":
+            raise RetrieverError(f"there is no FAISS index at {folder}; build it with: python retriever.py kind=dense "
+                                 "faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT")
+        check_same(folder, meta, source, "It belongs to another dense index: delete it and build it again.")
+        faiss = _faiss()
+        self.meta, self.bytes = meta, meta["bytes"]
+        self._index = faiss.read_index(str(folder / "index.faiss"))
+        self.count = self._index.ntotal
+        self.set(meta["nprobe"], meta["ef_search"])
+        self._index = _on_gpus(faiss, self._index, meta["factory"])
+
+    def set(self, nprobe: int, ef_search: int) -> None:
+        """How much of the index a search looks at: more finds more and takes longer."""
+        if hasattr(self._index, "nprobe"):
+            self._index.nprobe = nprobe
+        if hasattr(self._index, "hnsw"):
+            self._index.hnsw.efSearch = ef_search
+
+    def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """(Q, D) float32 → scores (Q, K) and passage numbers (Q, K), best first; -1 where less than K were found."""
+        return self._index.search(np.ascontiguousarray(queries, dtype=np.float32), min(k, self.count))
