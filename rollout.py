@@ -952,6 +952,7 @@ class VLLMEngine:
                 enforce_eager=not self.cuda,
                 disable_log_stats=True,
             )
+            self.model = _vllm_model(self.llm)
 
     # ---- generate
 
@@ -1058,7 +1059,7 @@ class VLLMEngine:
             torch.cuda.empty_cache()
             self.llm.wake_up(["weights"])
         times.append(time.perf_counter())
-        _load_into_vllm(self.llm, self._checked(named_tensors), self.cuda, bool(self.tied))
+        _load_into_vllm(self.llm, self.model, self._checked(named_tensors), self.cuda, bool(self.tied))
         if self.cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -1135,20 +1136,24 @@ def check_vllm() -> str:
     )
 
 
-def _load_into_vllm(llm, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool) -> None:
-    """Put (Hugging Face name, full tensor) pairs into vLLM's model: all that the project knows of vLLM's insides."""
-    if cuda:  # the model itself, as a stream
-        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(weights)
+def _vllm_model(llm) -> nn.Module:
+    """vLLM's model: this and `_load_into_vllm` are all that the project knows of vLLM's insides."""
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # from 0.27 or later on
+    if finalizer is not None:  # it destroys every process group, the trainer's too, as soon as the engine is collected
+        finalizer.detach()
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def _load_into_vllm(llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool) -> None:
+    """Put (Hugging Face name, full tensor) pairs into vLLM's model."""
+    if cuda:  # as a stream
+        model.load_weights(weights)
         return
     # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does again. A set with
     # an error would leave it half unpacked: look at all of it first.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
     if tied:  # the head's packed copy is made at the first load alone
-
-        def pack_head(model: nn.Module) -> None:
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-        llm.apply_model(pack_head)
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 @contextlib.contextmanager
