@@ -37,10 +37,16 @@ MASK[1, 7:] = MASK[3, 10:] = 0
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """These are CPU tests, on a machine with a GPU too; those marked gpu excepted."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
-def where():
+def where(on_the_cpu):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
         yield D.setup()
@@ -355,6 +361,55 @@ def test_vllm_gets_the_merged_weights(tmp_path):
             base = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
     engines = torch.tensor(rollout.logprobs)
     assert (ours - engines).abs().mean() < 0.1 < 3 * (ours - engines).abs().mean() + 0.1 < (base - engines).abs().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
+    """A bfloat16 base with float32 adapters under FSDP, layers compiled or not: it learns, the reference stays, the
+    engine follows."""
+    tiny.tiny_lm(tmp_path / "lm", hidden_size=128, intermediate_size=256)
+    model = M.load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled).to("cuda")
+    D.shard_model(model, where, bf16=True, gather_once=True)
+    base = M.load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda")
+    groups = (torch.full((4,), 3), torch.arange(4))
+    inputs = dict(tokens=TOKENS, attention_mask=MASK, positions=MASK[:, 1:].bool(), groups=groups)
+    with torch.no_grad():
+        with M.starting_weights(model):
+            start = M.token_logprobs(model, **inputs)
+        assert (start - M.token_logprobs(base, **inputs)).abs().max() < 0.15
+    D.give_back(model)
+    optimizer, losses = M.make_optimizer(model, 0.01), []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = -M.token_logprobs(model, **inputs).sum() / float(MASK[:, 1:].sum())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        assert 0 < D.clip_grad_norm(model, 1.0) < float("inf")
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.5 and {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    with torch.no_grad(), M.starting_weights(model):
+        assert (M.token_logprobs(model, **inputs) - start).abs().max() < 0.02  # not a weight of it has moved
+    D.give_back(model)
+    engine = open_engine(EngineConfig(), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"), 256, dtype=torch.bfloat16)
+    untrained = probe(engine)
+    engine.sync_weights(D.full_parameters(model, torch.bfloat16))
+    rollout = probe(engine)
+    tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+    with torch.no_grad():
+        ours = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
+    assert (ours - torch.tensor(rollout.logprobs)).abs().mean() < 0.1 and rollout.response_ids != untrained.response_ids
+    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), torch.bfloat16)
+    D.export_adapter(model, tiny.tiny_tokenizer(), str(tmp_path / "a"))
+    result = sft.merge(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "n"), export_dtype="bfloat16"), where)
+    assert result["gap"] < 0.1 and result["same"] > 0.9
+
+
+@pytest.mark.gpu
+def test_grpo_run_from_an_adapter_on_a_gpu(world):
+    grpo_run(world, "gpu", "sft", steps=3)
+    steps = [row for row in rows_of(world, "gpu") if row["step"]]
+    assert abs(steps[0]["kl"]) < 1e-3 and steps[-1]["kl"] > steps[0]["kl"] and all(row["engine_gap"] < 0.3 for row in steps)
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

@@ -213,6 +213,12 @@ def test_success_balance_and_firsts():
 
 # ------------------------------------------------------------------------------------------------------------ training
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """These are CPU tests, on a machine with a GPU too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
