@@ -68,6 +68,12 @@ def setup() -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), device)
 
 
+def use_device(where: Dist) -> None:
+    """Make this rank's card the calling thread's: CUDA keeps the choice for each thread, and begins with card 0."""
+    if where.device.type == "cuda":
+        torch.cuda.set_device(where.device)
+
+
 def cleanup() -> None:
     """Leave the process group."""
     if dist.is_initialized():

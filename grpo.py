@@ -47,7 +47,7 @@ import distributed as D
 import infer
 import model as M
 from episode import (AgentTask, Episode, EpisodeConfig, SearchTask, answer_means, check_episode, episode_figures,
-                     episode_reward, open_task, run_episodes)
+                     episode_reward, note_task, open_task, run_episodes)
 from evaluate import evaluate_run, read_qrels
 from retriever import RetrieverConfig, open_retriever
 from reward import Parsed, parse_response, score_rewrite
@@ -863,7 +863,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     cfg, where = run.cfg, run.where
     (rollouts, turns, first), sample_seconds = timed(where.device, sample_step, run, step)
     run.engine.sleep()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=D.use_device, initargs=(where,)) as pool:
         scoring = pool.submit(timed, CPU, score, run, rollouts, turns)
         (plans, origins), reference_seconds = timed(where.device, prepare_update, run, rollouts)
         scores, reward_seconds = scoring.result()
@@ -926,6 +926,8 @@ def export(run: Run, name: str) -> None:
         D.export_adapter(run.policy, run.tokenizer, folder)
     else:
         D.export_hf(run.policy, run.tokenizer, folder, getattr(torch, run.cfg.export_dtype))
+    if run.where.rank == 0:
+        note_task(folder, run.cfg.task, run.cfg.episode.template)
 
 
 def validate_and_keep_best(run: Run, step: int) -> dict[str, float]:

@@ -159,8 +159,11 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     sequences): flash attention of variable length; else sdpa, with the mask or causal.
     """
     if isinstance(attention_mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() or query.device.type == "cpu" else _compiled_flex()
-        return flex(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+        cpu = query.device.type == "cpu"
+        flex = flex_attention if cpu or torch.compiler.is_compiling() else _compiled_flex()
+        out = flex(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True,
+                   kernel_options=None if cpu else FLEX_OPTIONS)
+        return out.transpose(1, 2), None
     if cu_seq_lens_q is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D) and (S, K, D)
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
@@ -171,6 +174,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", sdpa_mask)  # for 2-D masks; what is packed brings a 4-D one: not touched
+FLEX_OPTIONS = {"IS_DIVISIBLE": True, "ROWS_GUARANTEED_SAFE": True}  # `pack` pads to BLOCK; every token sees itself
 _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch > 2.11
 
 
