@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from tiny import tiny_lm, tiny_tokenizer
 
 import rollout as R
 from model import token_logprobs
-from rollout import Rollout, RolloutError, Sampling, TorchEngine, collate_rollouts, hf_name, sample_tokens
+from rollout import EngineConfig, Rollout, RolloutError, Sampling, TorchEngine, collate_rollouts, hf_name, sample_tokens
 
 # Cases of the areas rollout, infer and sync that this file cannot show.
 CASES_ELSEWHERE = {
@@ -586,3 +589,197 @@ def test_rol_08_pad_equal_to_eos_keeps_the_end_token():
 def test_collate_refuses_what_does_not_fit(rollouts, advantages):
     with pytest.raises(RolloutError):
         collate_rollouts(rollouts, advantages, 0)
+
+
+# ------------------------------------------------------------------------------------------- engines by configuration
+
+
+def test_open_engine_with_and_without_the_folders_weights(tmp_path):
+    model = tiny_lm(str(tmp_path), seed=3)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    arguments = (str(tmp_path), tiny_tokenizer(), [2], 0, torch.device("cpu"), 128)
+    full, bare = (R.open_engine(EngineConfig(batch=8), *arguments, weights=w) for w in (True, False))
+    assert torch.equal(before, torch.get_rng_state())  # a resumed run draws what it would have drawn
+    assert full.max_length == bare.max_length == 128 and full.max_batch == 8 and full.gap_limit == 0.02
+    s = Sampling(temperature=0, max_tokens=8)
+    assert texts(full.generate(PROMPTS, s)) != texts(bare.generate(PROMPTS, s))
+    bare.sleep()
+    bare.sync_weights(model.named_parameters())  # wakes it
+    assert texts(full.generate(PROMPTS, s)) == texts(bare.generate(PROMPTS, s))
+    assert R.open_engine(EngineConfig(gap_limit=0.5), *arguments).gap_limit == 0.5
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ({"batch": 0}, "engine.batch=0.*at least 1"),
+        ({"gpu_memory": 1.0}, "engine.gpu_memory=1.0"),
+        ({"tensor_parallel": 2}, "engine.tensor_parallel=2.*divisor of the 3"),
+        ({"tensor_parallel": 3}, "engine.tensor_parallel=3.*unless engine.kind=vllm"),
+        ({"gap_limit": 0.0}, "engine.gap_limit=0.0"),
+    ],
+)
+def test_engine_settings_that_cannot_work(field, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(RolloutError, match=message) as error:
+        R.check_engine(EngineConfig(**field))
+    assert error.value.exit_status == 2
+
+
+def test_a_gap_of_stale_weights_ends_the_run():
+    R.check_engine_gap(0.05, 0.28, 0.3)
+    for mean in (0.9, float("nan")):
+        with pytest.raises(R.EngineGap, match="limit is 0.3.*weight sync.*engine.gap_limit") as error:
+            R.check_engine_gap(mean, 4.0, 0.3)
+    assert error.value.exit_status == 3
+    e, stale = engine(), tiny_lm(seed=8)
+    rollouts = e.generate(PROMPTS, Sampling(n=4, max_tokens=20, seed=1))
+    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0)
+    for model, fits in ((e.model, True), (stale, False)):
+        with torch.no_grad():
+            logprobs = token_logprobs(model, batch.tokens, batch.attention_mask)
+        gap = (logprobs - batch.logprobs).abs()[batch.loss_mask.bool()]
+        if fits:
+            R.check_engine_gap(float(gap.mean()), float(gap.max()), e.gap_limit)
+        else:
+            with pytest.raises(R.EngineGap):
+                R.check_engine_gap(float(gap.mean()), float(gap.max()), e.gap_limit)
+
+
+# --------------------------------------------------------------- what a GPU adds: steps in blocks, the kernel, graphs
+
+
+def ragged(count=23):
+    torch.manual_seed(0)
+    prompts = [[5, 6, 7] + torch.randint(5, 200, (int(n),)).tolist() for n in torch.randint(1, 30, (count,))]
+    return prompts, [Sampling(temperature=0, max_tokens=int(n)) for n in torch.randint(1, 25, (count,))]
+
+
+def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
+    """Responses end in the middle of a block, by EOS, stop string and length; draws stay those of their position."""
+    tokenizer = tiny_tokenizer()
+    one, eight = (engine(eos=range(100, 120), max_batch=6, tokenizer=tokenizer) for _ in range(2))
+    eight.steps = 8
+    prompts, samplings = ragged()
+    sampled = [Sampling(n=2, temperature=0.9, max_tokens=s.max_tokens, seed=4, stop=("a", "Q", "z")) for s in samplings]
+    for s in (samplings, sampled):
+        a, b = one.generate(prompts, s), eight.generate(prompts, s)
+        assert [(r.response_ids, r.end, r.loss_mask) for r in a] == [(r.response_ids, r.end, r.loss_mask) for r in b]
+        assert one.stats.sampled_tokens == eight.stats.sampled_tokens
+        for r, other in zip(a, b):
+            assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert {r.end for r in b} == {"eos", "stop", "length"}
+
+
+def test_decode_kernel_equals_softmax_in_tritons_interpreter():
+    """In a process of its own: the interpreter has to be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = f"import sys; sys.path[:0] = {sys.path[:2]!r}; import test_rollout as t; t.check_decode_kernel('cpu', [t.torch.float32])"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True, timeout=300)
+    if "only 0-dimensional arrays" in done.stderr:
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def check_decode_kernel(device, dtypes):
+    """decode_attention against softmax in float32; what lies beyond a row's length is NaN and must not matter."""
+    from decode_attention import decode_attention
+
+    torch.manual_seed(0)
+    for dtype in dtypes:
+        for rows, heads, n_kv, d, size, shared in ((5, 4, 2, 8, 200, 70), (3, 9, 3, 64, 150, 0), (4, 14, 2, 64, 90, 1),
+                                                   (2, 16, 2, 128, 300, 130), (3, 4, 4, 48, 10, 5)):
+            def random(*shape):
+                return torch.randn(*shape, device=device, dtype=dtype)
+
+            q, k, v = (random(rows, 1, n, d).transpose(1, 2) for n in (heads, n_kv, n_kv))
+            slots = [torch.full((rows + 2, n_kv, size, d), math.nan, device=device, dtype=dtype) for _ in range(2)]
+            prefix = [torch.full((n_kv, shared + 3, d), math.nan, device=device, dtype=dtype) for _ in range(2)]
+            at = torch.randint(0, size - 1, (rows,))
+            at[0] = 0
+            for p, slot in zip(prefix, slots):
+                p[:, :shared] = random(n_kv, shared, d)
+                for r, n in enumerate(at.tolist()):
+                    slot[r, :, :n] = random(n_kv, n, d)
+            out = decode_attention(q, k, v, slots, prefix, at.to(device), torch.tensor(shared, device=device), d**-0.5)
+            for r, n in enumerate(at.tolist()):
+                keys, values = (torch.cat([p[:, :shared], s[r, :, :n], new[r]], 1).float().repeat_interleave(heads // n_kv, 0)
+                                for p, s, new in zip(prefix, slots, (k, v)))
+                expected = (q[r].float() @ keys.transpose(1, 2) * d**-0.5).softmax(-1) @ values
+                assert (out[r].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+                assert torch.equal(slots[0][r, :, n], k[r, :, 0]) and torch.equal(slots[1][r, :, n], v[r, :, 0])
+
+
+@pytest.mark.gpu
+def test_decode_kernel_equals_softmax_on_a_gpu():
+    check_decode_kernel("cuda", [torch.float32, torch.bfloat16])
+
+
+def on_gpu(kind="qwen2", eos=(2,), max_batch=64, dtype=torch.float32, tied=True, **options):
+    return TorchEngine(tiny_lm(kind=kind, tied=tied).to("cuda", dtype), eos, 0, tiny_tokenizer(), max_batch, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_graphs_equal_eager_and_transformers(kind):
+    """float32: greedy tokens are the same with CUDA graphs, without, and from transformers' generate, whatever leaves and
+    joins; log-probabilities are the trainer's."""
+    prompts, samplings = ragged()
+    graphs, eager = (on_gpu(kind, range(100, 120), graphs=g) for g in (True, False))
+    for max_batch in (64, 16, 5):
+        graphs.max_batch = eager.max_batch = max_batch
+        for s in (samplings, Sampling(n=2, temperature=0.7, max_tokens=17, seed=3),
+                  Sampling(n=2, temperature=0.7, top_p=0.8, max_tokens=11, seed=3)):
+            a, b = graphs.generate(prompts, s), eager.generate(prompts, s)
+            assert [(r.response_ids, r.end) for r in a] == [(r.response_ids, r.end) for r in b]
+            assert max(abs(x - y) for r, t in zip(a, b) for x, y in zip(r.logprobs, t.logprobs)) < 1e-4
+    cpu = engine(kind, eos=range(100, 120))
+    assert texts(graphs.generate(prompts, samplings)) == texts(cpu.generate(prompts, samplings))
+    rollouts = graphs.generate(PROMPTS, Sampling(n=3, temperature=0.7, max_tokens=20, seed=1))
+    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to("cuda")
+    trainer = token_logprobs(graphs.model, batch.tokens, batch.attention_mask, 0.7)
+    assert ((trainer - batch.logprobs) * batch.loss_mask).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+def test_graphs_see_synced_weights_and_survive_sleep():
+    e, other = on_gpu(), tiny_lm(seed=9).to("cuda")
+    s = Sampling(temperature=0, max_tokens=20)
+    old = texts(e.generate(PROMPTS, s))
+    cache = e._cache
+    e.sleep()
+    e.sync_weights(other.named_parameters())
+    assert texts(e.generate(PROMPTS, s)) == texts(TorchEngine(other, [2], 0, graphs=False).generate(PROMPTS, s)) != old
+    assert e._cache is cache  # small: it stays, and its graphs with it
+    long = e.generate([[7] * 300, [8] * 200], Sampling(n=40, temperature=0, max_tokens=9))  # a larger cache, new graphs
+    assert texts(long)[0] == texts(TorchEngine(other, [2], 0, graphs=False).generate([[7] * 300], Sampling(temperature=0, max_tokens=9)))[0]
+
+
+@pytest.mark.gpu
+def test_graphs_end_responses_like_eager():
+    """EOS, stop strings and logits that are no numbers inside a block of steps."""
+    e, plain = (on_gpu(eos=(77,), tied=False, graphs=g) for g in (True, False))
+    s = Sampling(n=4, temperature=0.9, max_tokens=40, seed=2, stop=("a", "Q"))
+    assert [(r.response_ids, r.end) for r in e.generate(PROMPTS, s)] == [(r.response_ids, r.end) for r in plain.generate(PROMPTS, s)]
+    clean = e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=20))
+    with torch.no_grad():
+        for x in (e, plain):
+            x.model.get_input_embeddings().weight[clean[0].response_ids[5]] = math.nan
+    got, expected = (x.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=20)) for x in (e, plain))
+    assert [(r.response_ids, r.end) for r in got] == [(r.response_ids, r.end) for r in expected]
+    assert got[0].end == "engine_error"
+
+
+@pytest.mark.gpu
+def test_graphs_of_compiled_layers():
+    """bfloat16 and compiled: the trainer's log-probabilities up to its rounding; all row counts share one compilation."""
+    e = on_gpu(dtype=torch.bfloat16, compiled=True)
+    for n in (1, 3, 12):
+        rollouts = e.generate(PROMPTS, Sampling(n=n, temperature=0.7, max_tokens=20, seed=1))
+        batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to("cuda")
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            trainer = token_logprobs(e.model, batch.tokens, batch.attention_mask, 0.7)
+        gap = (trainer - batch.logprobs).abs()[batch.loss_mask.bool()]
+        R.check_engine_gap(float(gap.mean()), float(gap.max()), 0.1)

@@ -262,6 +262,50 @@ if __name__ == "__main__":
     assert done.returncode == 0 and "equal" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="two processes need two cards")
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_two_processes_with_a_sharded_policy(tmp_path, tensor_parallel):
+    """Weights from an FSDP policy over two processes; with tensor_parallel=2 the two share one engine, each gives its own
+    prompts (unequally many, none in the last call) and gets its own rollouts."""
+    tiny_lm(seed=4, **SHAPE).config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    code = f"""
+import sys; sys.path[:0] = {[str(Path(R.__file__).parent), str(Path(__file__).parent)]!r}
+import torch
+from tiny import tiny_lm, tiny_tokenizer
+import distributed as D
+from model import token_logprobs
+from rollout import *
+if __name__ == "__main__":
+    where = D.setup()
+    engine = open_engine(EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0,
+                         where.device, 128, dtype=torch.float32, weights=False)
+    policy, plain = (tiny_lm(seed=4, **{SHAPE!r}).to(where.device) for _ in range(2))
+    D.shard_model(policy, where)
+    engine.sync_weights(D.full_parameters(policy))
+    prompts = [[7, 8, 9, 10], [5, 6, 7]] if where.rank == 0 else [[9, 8, 7, 6, 5]]
+    rollouts = engine.generate(prompts, Sampling(n=2, temperature=0.7, max_tokens=12, seed=where.rank))
+    assert [r.prompt_ids for r in rollouts] == [p for p in prompts for _ in range(2)]
+    assert [r.group_id for r in rollouts] == [i for i in range(len(prompts)) for _ in range(2)]
+    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(where.device)
+    with torch.no_grad():
+        logprobs = token_logprobs(plain, batch.tokens, batch.attention_mask, 0.7)
+    assert ((logprobs - batch.logprobs) * batch.loss_mask).abs().max() < {LIMIT}
+    assert len(engine.generate(prompts if where.rank == 0 else [], Sampling(max_tokens=3, temperature=0))) == 2 * (where.rank == 0)
+    engine.sleep()
+    engine.sync_weights(D.full_parameters(policy))
+    del engine
+    assert D.gather_objects(where.rank) == [0, 1]  # its end is not the end of the trainer's process group
+    D.cleanup()
+"""
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+                           str(script)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 # ----------------------------------------------------------------------------- without vLLM: what is said about versions
 
 
