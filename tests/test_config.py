@@ -382,7 +382,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 @pytest.mark.skipif(not CONFIGS, reason="configs/ is empty")
 @pytest.mark.parametrize("path", CONFIGS, ids=[p.name for p in CONFIGS])
-def test_committed_yaml_loads_into_its_tool(path):
+def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# tool: "), f"{path.name}: the first line must be `# tool: <file>.py`"
     tool, *command = first.removeprefix("# tool: ").split()  # `# tool: prepare.py demo` names a command of a tool
@@ -393,6 +393,7 @@ def test_committed_yaml_loads_into_its_tool(path):
     assert len(classes) == 1, f"{module.__name__}.py has no {noun.capitalize()}Config"
     cfg = config.load_config(classes[0], ["--config", str(path)])
     text = path.read_text(encoding="utf-8")
+    monkeypatch.setattr(importlib.import_module("grpo"), "check_engine", lambda *a, **k: None)  # is vLLM installed here?
     if noun == "grpo":  # what the tool itself refuses before it loads a model, for the processes that the comment names
         module.check_config(cfg, int(re.search(r"nproc-per-node (\d+)|$", text)[1] or 1))
     if noun == "evaluate":
