@@ -329,14 +329,16 @@ class PackedModel:
     With `compiled` every batch has the same shape (the rest of the row is filled up), so the model is compiled once.
     """
 
-    def __init__(self, model: nn.Module, batch_tokens: int, compiled: bool = False):
+    def __init__(self, model: nn.Module, batch_tokens: int, longest: int, compiled: bool = False):
+        """batch_tokens: tokens of a row; longest: of a text"""
         from transformers import AttentionInterface
         AttentionInterface.register("packed_texts", _packed_attention)
         self.model, self.core = model, model.roberta if isinstance(model, ANCE) else model
-        self.batch_tokens, self.compiled = batch_tokens, compiled
-        config = self.core.config
-        self.longest = _position_limit(config)
-        self.first_position = config.max_position_embeddings - self.longest
+        limit = _position_limit(model.config)
+        self.first_position = model.config.max_position_embeddings - limit
+        self.longest, self.compiled = min(longest, limit), compiled
+        self.row = max(batch_tokens, self.longest)
+        self.texts = max(self.row // 64, 1)  # of a row at most: places for more would cost attention more than they save
         self.states = torch.compile(self._states, dynamic=False) if compiled else self._states
 
     def _states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
@@ -345,51 +347,43 @@ class PackedModel:
                          token_type_ids=torch.zeros_like(input_ids)[None], cu_seq_lens_q=starts, cu_seq_lens_k=starts,
                          max_length_q=self.longest, max_length_k=self.longest).last_hidden_state[0]
 
-    def batches(self, lengths: np.ndarray) -> Iterator[slice]:
-        """Runs of texts that fill a row, in order.  A text is at most `longest` tokens."""
+    def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
+        """Runs of texts that fill a row, in order."""
         start = total = 0
-        most = max(self.batch_tokens, self.longest)
-        for i, length in enumerate(lengths.tolist()):
-            if total + length > most or i - start == self._texts(most):
+        for i, length in enumerate(lengths):
+            if total + length > self.row or i - start == self.texts:
                 yield slice(start, i)
                 start, total = i, 0
             total += length
         if start < len(lengths):
             yield slice(start, len(lengths))
 
-    @staticmethod
-    def _texts(tokens: int) -> int:
-        return max(tokens // 16, 1)  # texts of a row at most: with fewer than 16 tokens each, the row stays short
-
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
-        """Pooled vectors of texts that fill one row, (len(tokens), D) float32, on the model's device."""
+        """Pooled vectors of texts that fill one row, (len(tokens), D), on the model's device and without waiting for it."""
         device = next(self.model.parameters()).device
         lengths = np.array([len(t) for t in tokens])
-        ends = np.cumsum(lengths)
-        flat = np.concatenate(tokens)
+        ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)
         positions = np.arange(len(flat)) - np.repeat(ends - lengths, lengths) + self.first_position
-        starts = np.concatenate([[0], ends])
+        starts = np.concatenate([[0], ends]).astype(np.int32)
         if self.compiled:  # what is filled up belongs to no text
-            most = max(self.batch_tokens, self.longest)
-            flat, positions = (np.pad(x, (0, most - len(x)), constant_values=x[0]) for x in (flat, positions))
-            starts = np.pad(starts, (0, self._texts(most) + 1 - len(starts)), mode="edge")
-        packed = [torch.from_numpy(x) for x in (flat.astype(np.int64), positions, starts.astype(np.int32))]
+            flat, positions = (np.pad(x, (0, self.row - len(x)), constant_values=x[0]) for x in (flat, positions))
+            starts = np.pad(starts, (0, self.texts + 1 - len(starts)), mode="edge")
+        arrays = [torch.from_numpy(x) for x in (flat, positions, starts, ends - lengths, lengths)]
         if device.type == "cuda":
-            packed = [x.pin_memory().to(device, non_blocking=True) for x in packed]
+            arrays = [x.pin_memory().to(device, non_blocking=True) for x in arrays]
+        flat, positions, starts, first, lengths = arrays
         config = self.core.config
         usual, config._attn_implementation = config._attn_implementation, "packed_texts"
         try:
-            hidden = self.states(*packed)
+            hidden = self.states(flat, positions, starts)
         finally:
             config._attn_implementation = usual
-        first = torch.from_numpy(ends - lengths).to(device)
         if encoder.pooling == "ance":
             out = self.model.norm(self.model.embeddingHead(hidden[first])).float()
         elif encoder.pooling == "first":
             out = hidden[first].float()
         else:
-            out = torch.segment_reduce(hidden[:int(ends[-1])].float(), "mean", axis=0, unsafe=True,
-                                       lengths=torch.from_numpy(lengths).to(device))
+            out = torch.segment_reduce(hidden[:int(ends[-1])].float(), "mean", axis=0, unsafe=True, lengths=lengths)
         return F.normalize(out, dim=-1) if encoder.normalise else out
 
 
@@ -416,8 +410,7 @@ def encode_tokens(model: nn.Module, tokens: Sequence[np.ndarray], encoder: Encod
     which = [slot.setdefault(ids.tobytes(), len(slot)) for ids in tokens]
     distinct = list({number: ids for number, ids in zip(which, tokens)}.values())
     order = sorted(range(len(distinct)), key=lambda i: -len(distinct[i]))
-    device = next(model.parameters()).device
-    out = torch.empty(len(distinct), vector_size(model), device=device)
+    device, weights = next(model.parameters()).device, next(model.parameters()).dtype
     if packed is None:
         parts, start = [], 0
         while start < len(order):
@@ -425,17 +418,17 @@ def encode_tokens(model: nn.Module, tokens: Sequence[np.ndarray], encoder: Encod
             parts.append(order[start:start + step])
             start += step
     else:
-        lengths = np.array([len(distinct[i]) for i in order])
-        parts = [order[part] for part in packed.batches(lengths)]
-    autocast = device.type == "cuda" and next(model.parameters()).dtype == torch.float32
+        parts = [order[part] for part in packed.batches([len(distinct[i]) for i in order])]
+    vectors = [torch.empty(0, vector_size(model), device=device)]
     for rows in parts:
         batch = [distinct[i] for i in rows]
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            vectors = packed.vectors(batch, encoder) if packed else _padded_vectors(model, batch, encoder, pad)
-        out[torch.tensor(rows, device=device)] = vectors.float()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" and weights == torch.float32):
+            vectors.append(packed.vectors(batch, encoder) if packed else _padded_vectors(model, batch, encoder, pad))
         progress(len(rows))
     progress(len(which) - len(distinct))
-    return out[torch.tensor(which, dtype=torch.long, device=device)]
+    made = np.empty(len(order), dtype=np.int64)  # where among the batches each distinct text was encoded
+    made[order] = np.arange(len(order))
+    return torch.cat(vectors).float()[torch.from_numpy(made[np.array(which, dtype=np.int64)]).to(device)]
 
 
 def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Encoder | None = None, query: bool = False,
@@ -464,7 +457,7 @@ def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Enco
         counts["truncated"] = counts.get("truncated", 0) + sum(len(t) > length for t in tokens)
     tokens = [truncate_ids(t, length, ends) for t in tokens]
     bar = progress or Progress(len(texts), "encode", "texts")
-    packed = PackedModel(model, batch_tokens) if can_pack(model, tokens) else None
+    packed = PackedModel(model, batch_tokens, length) if can_pack(model, tokens) else None
     vectors = encode_tokens(model.eval(), tokens, encoder, tokenizer.pad_token_id or 0, batch_tokens, packed,
                             bar.update).cpu()
     if progress is None:
@@ -639,7 +632,7 @@ def _encode_shards(folder: Path, missing: Sequence[tuple[int, range]], source: I
     packed, model = None, model.eval()
     if can_pack(model, []):
         model = copy.deepcopy(model).to(torch.bfloat16)
-        packed = PackedModel(model, batch_tokens, compiled=True)
+        packed = PackedModel(model, batch_tokens, length, compiled=True)
     with ThreadPoolExecutor(1) as writer:
         written = None
         for number, span in missing:

@@ -309,7 +309,7 @@ def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int,
     packed = None
     if R.can_pack(model, tokens):
         model = copy.deepcopy(model).to(torch.bfloat16)
-        packed = R.PackedModel(model, batch_tokens, compiled=True)
+        packed = R.PackedModel(model, batch_tokens, 384, compiled=True)
     windows = [tokens[i:i + R.WINDOW] for i in range(0, len(tokens), R.WINDOW)]
     call = lambda window: R.encode_tokens(model, window, encoder, 1, batch_tokens, packed)  # noqa: E731
     call(windows[0][:2048])  # compiled, or its compilation found again
@@ -321,7 +321,7 @@ def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int,
     batches = []
     for window in windows:
         window = sorted(window, key=lambda ids: -len(ids))
-        batches += [window[part] for part in packed.batches(np.array([len(ids) for ids in window]))]
+        batches += [window[part] for part in packed.batches([len(ids) for ids in window])]
     torch.cuda.synchronize()
     began = time.perf_counter()
     with torch.no_grad():
@@ -393,7 +393,53 @@ def search_cpu(cfg: BenchConfig) -> dict:
             "bytes_a_passage": {"ours": dim * 2, "faiss": dim * 4}, "sizes": rows}
 
 
-MODES = {"gold-ranks": gold_ranks, "tune": tune, "encode": encode, "search-gpu": search_gpu, "search-cpu": search_cpu}
+def clustered(rng: np.random.Generator, centres: np.ndarray, rows: int) -> np.ndarray:
+    """Unit vectors (rows, D) around random centres: what approximate search makes use of, and random ones lack."""
+    part = centres[rng.integers(len(centres), size=rows)] + rng.standard_normal((rows, centres.shape[1]), dtype=np.float32)
+    return part / np.linalg.norm(part, axis=1, keepdims=True)
+
+
+def faiss_table(cfg: BenchConfig) -> dict:
+    """Kinds of FAISS indexes against exact search: recall of the exact first 10 and 100, queries a second, bytes a passage."""
+    import faiss
+
+    from approximate import FaissIndex, build_faiss
+    passages, dim, (n, *_) = pick(cfg, 1_000_000, 384, [256])
+    factories = ["Flat", "IVF16,PQ8", "HNSW8"] if cfg.small else cfg.factories
+    torch.set_num_threads(cfg.threads)
+    faiss.omp_set_num_threads(cfg.threads)
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((max(passages // 200, 4), dim), dtype=np.float32)
+    source, rows = {"count": passages}, []
+    with tempfile.TemporaryDirectory() as work:
+        vectors = np.lib.format.open_memmap(f"{work}/v.npy", "w+", np.float16, (passages, dim))
+        for start in range(0, passages, 65536):
+            vectors[start:start + 65536] = clustered(rng, centres, min(65536, passages - start))
+        q, order = clustered(rng, centres, n), torch.arange(passages)
+        truth = exact_search(torch.from_numpy(q), [vectors], 100, order)[1].numpy()
+        seconds = best_of(lambda: exact_search(torch.from_numpy(q), [vectors], 100, order), 2)
+        rows.append({"index": "exact fp16 (ours)", "recall@10": 1.0, "recall@100": 1.0,
+                     "queries_s": round(n / seconds, 1), "bytes_a_passage": dim * 2})
+        for factory in factories:
+            began = time.perf_counter()
+            build_faiss(f"{work}/f", [vectors], factory, source)
+            built, index = time.perf_counter() - began, FaissIndex(f"{work}/f", source)
+            for probe in cfg.nprobe if "IVF" in factory or "HNSW" in factory else [0]:
+                index.set(probe, max(probe, 100))  # an HNSW search is at least as wide as its list
+                seconds = best_of(lambda: index.search(q, 100), 2)
+                found = index.search(q, 100)[1]
+                recall = {k: np.mean([len(set(a[:k].tolist()) & set(b[:k].tolist())) / k for a, b in zip(found, truth)])
+                          for k in (10, 100)}
+                rows.append({"index": factory, "nprobe_or_ef": probe or None, "recall@10": round(float(recall[10]), 4),
+                             "recall@100": round(float(recall[100]), 4), "queries_s": round(n / seconds, 1),
+                             "bytes_a_passage": round(index.bytes / passages, 1), "built_s": round(built, 1)})
+            shutil.rmtree(f"{work}/f")
+    return {"passages": passages, "dim": dim, "queries": n, "threads": cfg.threads, "faiss": faiss.__version__,
+            "gpus_in_faiss": getattr(faiss, "get_num_gpus", lambda: 0)(), "indexes": rows}
+
+
+MODES = {"gold-ranks": gold_ranks, "tune": tune, "encode": encode, "search-gpu": search_gpu, "search-cpu": search_cpu,
+         "faiss": faiss_table}
 
 
 def main(cfg: BenchConfig) -> dict:

@@ -240,12 +240,12 @@ def test_packed_texts_have_the_vectors_of_padded_ones(tmp_path, kind):
     tokens = [np.array(ids, dtype=np.int32) for ids in tokenizer(texts)["input_ids"]]
     before = model.config._attn_implementation
     for budget in (1, 200, 10_000):
-        packed = R.PackedModel(model, budget)
+        packed = R.PackedModel(model, budget, 64)
         assert torch.allclose(R.encode_tokens(model, tokens, encoder, 0, budget, packed), expected, atol=1e-5)
         packed.compiled = True  # the one shape that compilation needs, here without compiling
         assert torch.allclose(R.encode_tokens(model, tokens, encoder, 0, budget, packed), expected, atol=1e-5)
     assert model.config._attn_implementation == before
-    runs = [r for r in R.PackedModel(model, 200).batches(np.array([len(t) for t in tokens]))]
+    runs = R.PackedModel(model, 200, 64).batches([len(t) for t in tokens])
     assert [i for r in runs for i in range(r.start, r.stop)] == list(range(43))
 
 
