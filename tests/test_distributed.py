@@ -132,6 +132,32 @@ def test_bf16_compute_keeps_float32_shards(where, qwen):
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(where, qwen):
+    results = []
+    for settings in ({}, {"gather_once": True}, {"cpu_offload": True}, {"cpu_offload": True, "gather_once": True}):
+        model = D.shard_model(M.load_causal_lm(qwen), where, **settings)
+        optimizer = M.make_optimizer(model, 0.01)
+        for i in range(2):
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last or "gather_once" not in settings)
+                loss_of(model).backward()
+            D.clip_grad_norm(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            logprobs = M.token_logprobs(model, TOKENS, MASK)  # gathered again, and given back by what follows
+        results.append({"logprobs": logprobs} | weights(model))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    for other in results[1:]:
+        same(results[0], other)
+
+
+def test_full_parameters_in_another_dtype(where, qwen):
+    model = D.shard_model(M.load_causal_lm(qwen), where)
+    same({n: t.to(torch.bfloat16) for n, t in D.full_parameters(model)}, dict(D.full_parameters(model, torch.bfloat16)))
+
+
 def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(where, folder):
     names = [n for n, _ in M.load_causal_lm(folder).named_parameters()]
     on_disk = load_file(os.path.join(folder, "model.safetensors"))

@@ -188,14 +188,24 @@ mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - wher
 theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
 cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=1)
 found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
+held, origins = grpo.share_rollouts([r for r in rollouts if r.group_id == 0 or where.rank == 0], 0, where)  # two groups, and one
+exchanged = D.gather_objects([(origin, r.group_id, r.prompt_ids, r.response_ids) for origin, r in zip(origins, held)])
 if where.rank == 0:
-    torch.save((found, theirs), {str(tmp_path / "two.pt")!r})
+    torch.save((found, theirs, exchanged), {str(tmp_path / "two.pt")!r})
 D.all_reduce_sum([0.0])  # nobody leaves while another still works
 D.cleanup()
 """)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)], env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    double, kept = torch.load(tmp_path / "two.pt", weights_only=False)
+    double, kept, exchanged = torch.load(tmp_path / "two.pt", weights_only=False)
+    seen = {}
+    for origin, group, prompt, response in (row for part in exchanged for row in part):
+        sampled = (rollouts if origin[0] == 0 else [r for r in rollouts if r.group_id == 0])[origin[1]]
+        assert (prompt, response) == (sampled.prompt_ids, sampled.response_ids)  # the very rollout that its origin names
+        seen[origin] = group
+    assert len(seen) == 12 and len(exchanged[0]) < 8 + 4  # every rollout has one owner
+    for part in exchanged:  # groups are whole: four of each
+        assert all(sum(g == group for _, g, *_ in part) == 4 for _, group, *_ in part)
     single = gradients(cfg, [rollouts[i] for i in kept], advantages[kept], where)
     assert double["stats"]["tokens"] == single["stats"]["tokens"]
     assert double["stats"]["loss"] == pytest.approx(single["stats"]["loss"], rel=1e-5)
