@@ -86,7 +86,7 @@ def place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
 
     A passage that is not finite keeps them where they are too: only there is it looked for at every call.
     """
-    if device.type != "cuda" or sum(s.nbytes for s in shards) > torch.cuda.mem_get_info(device)[0] // 2:
+    if device.type != "cuda" or not shards or sum(s.nbytes for s in shards) > torch.cuda.mem_get_info(device)[0] // 2:
         return shards
     whole, first = torch.empty(sum(map(len, shards)), shards[0].shape[1], dtype=torch.float16, device=device), 0
     for shard in shards:
@@ -119,7 +119,7 @@ def _top(scores: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return value, index
 
 
-def _merge(scores: Tensor, rows: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def merge_best(scores: Tensor, rows: Tensor, order: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(Q, m) scores and passage numbers → the k best of every row, by (score descending, id ascending)."""
     by_id = order[rows].argsort(dim=1)
     scores, rows = scores.gather(1, by_id), rows.gather(1, by_id)
@@ -155,7 +155,7 @@ class _Best:
                 self.sort_in()
 
     def _keep(self, scores: Tensor, rows: Tensor) -> None:
-        self.scores, self.rows = _merge(scores, rows, self.order, self.k)
+        self.scores, self.rows = merge_best(scores, rows, self.order, self.k)
         if self.scores.shape[1] == self.k:
             self.least = self.scores[:, -1:].clone()
 
@@ -196,7 +196,7 @@ def exact_search(queries: Tensor, shards: Sequence, k: int, order: Tensor) -> tu
     for first, scores in _products(queries, shards):
         value, index = _top(scores, order[first:first + scores.shape[1]], k)
         failed |= value[:, 0].isnan()  # topk puts NaN first
-        best, rows = _merge(torch.cat([best, value], 1), torch.cat([rows, index + first], 1), order, k)
+        best, rows = merge_best(torch.cat([best, value], 1), torch.cat([rows, index + first], 1), order, k)
     return best, rows, failed
 
 

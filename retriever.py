@@ -47,7 +47,7 @@ from bm25 import BM25Retriever, build_postings
 from config import run, save_config
 from data import Passage, atomic_write, located_lines, located_passages, only_writer
 from distributed import cleanup, setup
-from exact import FAILED, exact_gold_ranks, exact_search, place
+from exact import FAILED, exact_gold_ranks, exact_search, merge_best, place
 from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
                       passages_of, read_ids, read_meta, survey, tokens_of, write_meta)
 
@@ -750,10 +750,15 @@ def _check_encoder(where: Any, meta: dict, model: nn.Module, tokenizer: Any, enc
 # ----------------------------------------------------------------------------------------------------------- retrievers
 
 class DenseRetriever:
-    """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads."""
+    """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads.
+
+    With `across`, in a process group, every rank holds its share of the shards, so that an index may be larger than one
+    GPU.  `search` and `gold_ranks` are then collectives: every rank calls them at the same time, each with its own queries
+    (none at all is fine), and gets its own answers from all passages.
+    """
 
     def __init__(self, index: Index | str | os.PathLike, model: nn.Module, tokenizer: Any,
-                 encoder: Encoder | None = None, batch_tokens: int = 8192, resident: bool = True):
+                 encoder: Encoder | None = None, batch_tokens: int = 8192, resident: bool = True, across: bool = False):
         """index: a folder or what `open_index` gave; the rest: what `load_encoder` gave, checked against the index.
 
         resident: hold the vectors in the memory of the encoder's GPU, if they fill at most half of what is free
@@ -763,7 +768,12 @@ class DenseRetriever:
         if self.index.meta:
             _check_encoder(self.index.folder, self.index.meta, model, tokenizer, encoder)
         self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
-        self.shards = place(self.index.shards, self.device) if resident else self.index.shards
+        self.across, shards, self.first = across, self.index.shards, 0
+        if across:
+            rank, world = dist.get_rank(), dist.get_world_size()
+            first, last = (len(shards) * r // world for r in (rank, rank + 1))
+            self.first, shards = sum(map(len, shards[:first])), shards[first:last]
+        self.shards = place(shards, self.device) if resident else shards
         self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
 
@@ -780,15 +790,38 @@ class DenseRetriever:
                              batch_tokens=self.batch_tokens, counts=self.counts)
         return vectors.to(self.device)
 
+    def _of_all_ranks(self, *mine: Any) -> tuple[list, slice]:
+        """What every rank gives, joined in the order of ranks, and where this rank's part of it lies."""
+        if not self.across:
+            return list(mine), slice(0, len(mine[0]))
+        given: list = [None] * dist.get_world_size()
+        dist.all_gather_object(given, mine)
+        sizes = [len(parts[0]) for parts in given]
+        before = sum(sizes[:dist.get_rank()])
+        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else sum(parts, []) for parts in zip(*given)]
+        return joined, slice(before, before + sizes[dist.get_rank()])
+
+    def _best(self, vectors: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`exact_search` over the passages of all ranks, on the CPU where there are several."""
+        order = self._order[self.first:self.first + sum(map(len, self.shards))] if self.across else self._order
+        scores, rows, failed = exact_search(vectors, self.shards, k, order)
+        if not self.across:
+            return scores, rows, failed
+        given: list = [None] * dist.get_world_size()
+        dist.all_gather_object(given, (scores.cpu(), rows.cpu() + self.first, failed.cpu()))
+        scores, rows = (torch.cat([part[i] for part in given], 1) for i in (0, 1))
+        return *merge_best(scores, rows, self._order.cpu(), k), torch.stack([part[2] for part in given]).any(0)
+
     def hits(self, queries: Sequence[str], k: int) -> list[Hits | None]:
         """As `search`, with None for a query of which a score is NaN."""
         check_k(k)
+        (vectors,), own = self._of_all_ranks(self.encode_queries(queries).cpu())
         out: list[Hits | None] = []
-        for part in self.encode_queries(queries).split(2048):
-            scores, rows, failed = exact_search(part, self.shards, k, self._order)
+        for part in vectors.to(self.device).split(2048):
+            scores, rows, failed = self._best(part, k)
             out += [None if bad else [(self.passage_ids[i], s) for i, s in zip(row, score)]
                     for row, score, bad in zip(rows.tolist(), scores.tolist(), failed.tolist())]
-        return out
+        return out[own]
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The min(k, M) best passages of every query, by (score descending, id ascending)."""
@@ -803,10 +836,12 @@ class DenseRetriever:
         """Rank of the best gold of every query by the rule of order; None beyond `cutoff`, FAILED on NaN."""
         check_k(cutoff, "cutoff")
         golds = gold_positions(self.passage_ids, queries, gold_ids)
+        (vectors, golds), own = self._of_all_ranks(self.encode_queries(queries).cpu(), golds)
         out: list = []
-        for part in self.encode_queries(queries).split(2048):
-            out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff)
-        return out
+        for part in vectors.to(self.device).split(2048):
+            out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff,
+                                    self.first if self.across else None)
+        return out[own]
 
 
 class FaissRetriever(DenseRetriever):
@@ -1089,6 +1124,8 @@ class RetrieverConfig:
     """passages of one index file; a killed build loses at most one or two of them on every rank"""
     workers: int = -1
     """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
+    across_ranks: bool = False
+    """dense, under torchrun: each rank holds its share of the vectors, and all ranks search together (rewards of rewrites)"""
     verify: bool = False
     """compare the checksums of a dense index when it is opened: reads all of it"""
     faiss: str = ""
@@ -1163,7 +1200,9 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
         faiss = FaissIndex(faiss_folder(cfg), faiss_source(index)) if cfg.faiss else None
         model, tokenizer, encoder = _load(cfg)
         parts = model, tokenizer, encoder, _batch_tokens(cfg, model)
-        return FaissRetriever(index, faiss, *parts) if faiss else DenseRetriever(index, *parts)
+        if faiss:
+            return FaissRetriever(index, faiss, *parts)
+        return DenseRetriever(index, *parts, across=cfg.across_ranks and dist.is_initialized())
 
     if cfg.kind == "hybrid":
         return HybridRetriever(dense(), bm25(), cfg.depth, cfg.rrf_k, cfg.weights)

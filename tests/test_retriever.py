@@ -558,8 +558,30 @@ def test_killed_build_goes_on_byte_identical(tmp_path):
     assert all((out / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
 
 
+RANKS = """
+import json, sys, torch
+sys.path[:0] = [{root!r}]
+torch.set_num_threads(1)
+import distributed, retriever as R
+cfg = R.RetrieverConfig(kind="dense", corpus={corpus!r}, index={index!r}, encoder={encoder!r}, shard_size=30, device="cpu")
+built = R.main(cfg)
+where = distributed.setup()
+cfg.across_ranks = True
+r = R.open_retriever(cfg)
+queries = (["red fox", "number7 tree", "wine"], ["green garden"])[where.rank]
+golds = [["p0003"], ["p0129", "p0050"], ["p0077"]][:len(queries)]
+hits = r.search(queries, 40)
+few = [] if where.rank else queries
+out = dict(built=built, ranks=r.gold_ranks(queries, golds, 130), hits=hits,
+           none=[r.search(few, 40), r.gold_ranks(few, golds[:len(few)])])
+assert len(r.shards) in (2, 3)
+json.dump(out, open(f"{index}/{{where.rank}}.json", "w"))
+distributed.cleanup()
+"""
+
+
 def test_workers_and_ranks_make_the_same_bytes(tmp_path):
-    """Tokenised by processes, and built by two ranks: the index of a single process that does all of it."""
+    """Tokenised by processes, built and searched by two ranks: as by a single process that does all of it."""
     tiny_encoder(tmp_path / "e")
     corpus = write_corpus(tmp_path / "c.jsonl", passages(130))
     parts = load_encoder(str(tmp_path / "e"), device="cpu")
@@ -570,13 +592,20 @@ def test_workers_and_ranks_make_the_same_bytes(tmp_path):
         build_index(tmp_path / "workers/dense", corpus, *parts, shard_size=30, workers=2)
     finally:
         torch.set_num_threads(threads)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               str(ROOT / "retriever.py"), "kind=dense", f"corpus={corpus}", f"index={tmp_path / 'ranks'}",
-               f"encoder={tmp_path / 'e'}", "shard_size=30", "device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    code = RANKS.format(root=str(ROOT), corpus=corpus, index=str(tmp_path / "ranks"), encoder=str(tmp_path / "e"))
+    (tmp_path / "ranks.py").write_text(code)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           str(tmp_path / "ranks.py")], capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout.strip())  # from one rank alone
-    assert (said["count"], said["indexed"]) == (130, 130)
+    said = [json.loads((tmp_path / f"ranks/{rank}.json").read_text()) for rank in (0, 1)]
+    assert (said[0]["built"]["count"], said[0]["built"]["indexed"]) == (130, 130) and said[1]["built"] is None
+    single = DenseRetriever(tmp_path / "one/dense", *parts)
+    for rank, queries in enumerate((["red fox", "number7 tree", "wine"], ["green garden"])):
+        golds = [["p0003"], ["p0129", "p0050"], ["p0077"]][:len(queries)]
+        assert said[rank]["ranks"] == single.gold_ranks(queries, golds, 130)
+        assert [[i for i, _ in h] for h in said[rank]["hits"]] == [[i for i, _ in h] for h in single.search(queries, 40)]
+        assert said[rank]["none"] == [[], []] if rank else said[rank]["none"][0] == said[rank]["hits"]
     for other in ("workers", "ranks"):
         names = sorted(p.name for p in (tmp_path / "one/dense").iterdir())
         assert names == sorted(p.name for p in (tmp_path / other / "dense").iterdir())
