@@ -648,8 +648,9 @@ def cross(cfg: EvaluateConfig) -> dict:
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(content + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-    line = {"cells": {title: {system: short(row) for system, row in rows.items()} for title, rows in details.items()}}
-    return line | ({"out": cfg.out} if cfg.out else {})
+    cells = {title: {system: {m: round(row[m], 4) for m in PRINTED} | {"queries": row["queries"]}
+                     for system, row in systems.items()} for title, systems in details.items()}
+    return {"cells": cells} | ({"out": cfg.out} if cfg.out else {})
 
 
 # ---------------------------------------------------------------------------------------------- answers
