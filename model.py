@@ -139,7 +139,12 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperatur
     1 where the token is the most probable one; or zeros."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
+    if torch.compiler.is_compiling():  # the backward pass of a gather would be a second (M, V) tensor
+        words = torch.arange(logits.shape[-1], device=logits.device)
+        chosen = torch.where(words == targets[:, None], logits, 0.0).sum(-1)
+    else:
+        chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    logprobs = chosen - normaliser
     if extra == "top":
         return logprobs, (logits.argmax(-1) == targets).float()
     if not extra:
