@@ -339,9 +339,11 @@ class PackedModel:
         self.longest, self.compiled = min(longest, limit), compiled
         self.row = max(batch_tokens, self.longest)
         self.texts = max(self.row // 64, 1)  # of a row at most: places for more would cost attention more than they save
-        self.states = torch.compile(self._states, dynamic=False) if compiled else self._states
+        if compiled:  # layer by layer: they share what is compiled once, where the model as a whole takes minutes
+            for layer in self.core.encoder.layer:
+                layer.forward = torch.compile(layer.forward, dynamic=False)
 
-    def _states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
+    def states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
         """(T,) ids and positions, (S + 1,) first tokens of texts → (T, D)."""
         return self.core(input_ids=input_ids[None], position_ids=positions[None],
                          token_type_ids=torch.zeros_like(input_ids)[None], cu_seq_lens_q=starts, cu_seq_lens_k=starts,
@@ -770,6 +772,7 @@ class DenseRetriever:
         self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
         self.across, shards, self.first = across, self.index.shards, 0
         if across:
+            self.group = dist.new_group(backend="gloo")  # its own: a trainer searches in a thread beside its collectives
             rank, world = dist.get_rank(), dist.get_world_size()
             first, last = (len(shards) * r // world for r in (rank, rank + 1))
             self.first, shards = sum(map(len, shards[:first])), shards[first:last]
@@ -795,7 +798,7 @@ class DenseRetriever:
         if not self.across:
             return list(mine), slice(0, len(mine[0]))
         given: list = [None] * dist.get_world_size()
-        dist.all_gather_object(given, mine)
+        dist.all_gather_object(given, mine, group=self.group)
         sizes = [len(parts[0]) for parts in given]
         before = sum(sizes[:dist.get_rank()])
         joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else sum(parts, []) for parts in zip(*given)]
@@ -808,7 +811,7 @@ class DenseRetriever:
         if not self.across:
             return scores, rows, failed
         given: list = [None] * dist.get_world_size()
-        dist.all_gather_object(given, (scores.cpu(), rows.cpu() + self.first, failed.cpu()))
+        dist.all_gather_object(given, (scores.cpu(), rows.cpu() + self.first, failed.cpu()), group=self.group)
         scores, rows = (torch.cat([part[i] for part in given], 1) for i in (0, 1))
         return *merge_best(scores, rows, self._order.cpu(), k), torch.stack([part[2] for part in given]).any(0)
 
