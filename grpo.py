@@ -330,9 +330,8 @@ def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, t
     for r, p in zip(rollouts, parsed):
         if p.well_formed and r.end != "engine_error":
             wanted[r.group_id, p.rewrite] = None
-    if wanted:
-        ranks = retriever.gold_ranks([query for _, query in wanted], [turns[group].gold_ids for group, _ in wanted])
-        wanted = dict(zip(wanted, ranks))
+    ranks = retriever.gold_ranks([query for _, query in wanted], [turns[group].gold_ids for group, _ in wanted])
+    wanted = dict(zip(wanted, ranks))  # asked by every rank, if only for nothing: an index across ranks needs all
     scores = []
     for r, text, p in zip(rollouts, texts, parsed):
         rank = wanted.get((r.group_id, p.rewrite))
@@ -858,7 +857,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     """Step `step` (from 0): sample, score, advantages, update, sync.  Returns the log row and all ranks' rollouts.
 
     Scores need the texts alone and the reference the tokens alone, so the search runs in a thread beside the
-    reference's pass.  (A retriever must not use the process group's collectives: the other thread is using them.)
+    reference's pass.  (A retriever that spans the ranks has a process group of its own: the other thread uses ours.)
     """
     cfg, where = run.cfg, run.where
     (rollouts, turns, first), sample_seconds = timed(where.device, sample_step, run, step)
@@ -896,7 +895,7 @@ def validate(run: Run) -> dict[str, float]:
     rollouts = run.engine.generate([run.dev_prompts[i] for i in mine], greedy)
     parsed = [parse_response(data.decode_response(run.tokenizer, r.response_ids), run.cfg.parser) for r in rollouts]
     queries = [p.rewrite if p.well_formed else run.dev[i].question for i, p in zip(mine, parsed)]
-    results = run.retriever.search(queries, 100) if queries else []
+    results = run.retriever.search(queries, 100)
     found, formed = {}, 0
     own = {run.dev[i].query_id: hits for i, hits in zip(mine, results)}
     for part, good in D.gather_objects((own, sum(p.well_formed for p in parsed))):

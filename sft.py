@@ -200,7 +200,7 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], where: Dist) -
     good = [row for row in rows if row["status"] == "ok"]
     searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
     mine = searches[where.rank::where.world]
-    found = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100) if mine else []
+    found = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100)
     rank_of = {search: rank for part in D.gather_objects(list(zip(mine, found))) for search, rank in part}
     ranks = {(row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good}
     return {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}, len(searches)
