@@ -904,7 +904,8 @@ class HybridRetriever:
             raise RetrieverError(f"depth is {depth}; shorter lists lose what one side finds. Give 50 or more.")
         if len(weights) != 2 or min(weights) < 0:
             raise RetrieverError(f"weights are {list(weights)}; give two numbers from 0 up, for dense and BM25")
-        if list(dense.passage_ids) != list(bm25.passage_ids):
+        if (len(dense.passage_ids) != len(bm25.passage_ids)
+                or any(a != b for a, b in zip(dense.passage_ids, bm25.passage_ids))):
             raise RetrieverError(f"the dense index holds {len(dense.passage_ids):,} passages, BM25 "
                                  f"{len(bm25.passage_ids):,}, and their ids differ; both must index one corpus. Build "
                                  "both with kind=hybrid.")
