@@ -573,6 +573,24 @@ def answer_means(rows: Sequence[dict]) -> dict[str, float]:
                                        "model_tokens")}
 
 
+# ------------------------------------------------------------------------------------------------- a checkpoint's prompt
+
+def note_task(folder: str, task: str, template: str) -> None:
+    """Write into a model's folder what prompt it was trained with: `task.json`."""
+    with data.atomic_write(os.path.join(folder, "task.json")) as f:
+        json.dump({"task": task, "template": template}, f)
+
+
+def other_task(folder: str, task: str, template: str) -> str:
+    """What a model's folder says it was trained with, where that is another prompt than this one; else ""."""
+    path = os.path.join(folder, "task.json")
+    if not os.path.isfile(path):
+        return ""
+    trained = json.loads("\n".join(line for _, line in data.read_lines(path)))
+    own = {"task": task} | ({"template": template} if task == "search" else {})
+    return "" if all(trained.get(key) == value for key, value in own.items()) else json.dumps(trained)
+
+
 # --------------------------------------------------------------------------------------------------------- trajectories
 
 

@@ -40,8 +40,8 @@ import rollout
 from config import ConfigError, run, save_config
 from data import DataError, Question, Turn
 from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
-from episode import (END_STATES, Episode, EpisodeConfig, check_episode, episode_reward, open_task, run_episodes,
-                     trajectory_row)
+from episode import (END_STATES, Episode, EpisodeConfig, check_episode, episode_reward, open_task, other_task,
+                     run_episodes, trajectory_row)
 from model import ModelError, adapter_base, load_tokenizer
 from retriever import Progress, RetrieverConfig
 from reward import ANSWER_METRICS, parse_response
@@ -349,6 +349,8 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
     else:
         task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, cfg.examples * (cfg.prompt == "few-shot"))
         prompts = {q.id: task.prompt(q.question) for q in items}
+    if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
+        print0(f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one say little")
     done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
     left = [item for item in items if item_id(item) not in done]
     print0(f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "

@@ -971,6 +971,20 @@ def test_inference_writes_trajectories_and_goes_on_where_it_was(world, monkeypat
         infer.main(infer.InferConfig(out="t.jsonl", **cfg | {"episode": EpisodeConfig(top_k=2, result_tokens=100)}))
 
 
+def test_a_model_used_with_another_prompt_than_it_was_trained_with_is_named(world, monkeypatch, capsys):
+    """A checkpoint scored with the wrong template scores near zero: its folder says what it was trained with."""
+    monkeypatch.chdir(world)
+    assert episode.other_task("lm", "search", "instruct") == ""
+    episode.note_task("lm", "search", "base")
+    try:
+        assert episode.other_task("lm", "search", "base") == ""
+        infer.main(infer.InferConfig(task="search", model="lm", questions="dev.jsonl", out="other.jsonl", chunk=8,
+                                     retriever=RetrieverConfig(corpus="corpus.jsonl"), max_response_tokens=200))
+        assert "was trained with another prompt ({\"task\": \"search\", \"template\": \"base\"})" in capsys.readouterr().out
+    finally:
+        os.remove("lm/task.json")
+
+
 def test_inference_refuses_what_cannot_work(world, monkeypatch):
     monkeypatch.chdir(world)
     base = dict(task="search", model="lm", questions="dev.jsonl", out="x.jsonl")
