@@ -113,7 +113,9 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for i, layer in enumerate(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))):  # the decoder layers
         if compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)  # not the call: FSDP's hooks stay outside
+            # Not the call: FSDP's hooks stay outside.  Not dynamic=True, which makes the head size a variable as well
+            # (flex attention of torch 2.11 does not lower then): the second length makes the length one, and it alone.
+            layer.forward = torch.compile(layer.forward)
             torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)  # layouts, two dtypes
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
@@ -185,7 +187,7 @@ _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_a
 
 @functools.cache
 def _compiled_flex():
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention)
 
 
 @dataclass
@@ -300,7 +302,7 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
     some = np.maximum.reduceat(seen(np.minimum(end, (tile_row + 1) * BLOCK) - 1), starts) > 0
     whole = np.minimum.reduceat(seen(np.maximum(begin, tile_row * BLOCK)), starts) == BLOCK
     tiles = []
-    for chosen in (some & ~whole, whole):
+    for chosen in (some & ~whole, whole, (some & ~whole).T, whole.T):  # by rows for keys, by columns for queries
         order = np.argsort(~chosen, axis=-1, kind="stable")
         tiles += [torch.from_numpy(x.astype(np.int32))[None, None].to(device) for x in (chosen.sum(-1), order)]
     own, parent = layout.own[0].to(device), layout.parent[0].to(device)
@@ -309,7 +311,7 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
         other = own[key]
         return (query >= key) & ((other == 0) | (other == own[query]) | (other == parent[query]))
 
-    return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=BLOCK, mask_mod=visible)
+    return BlockMask((width, width), *tiles, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
 
 
 @dataclass
@@ -418,7 +420,7 @@ def _logprobs_forward(model: nn.Module, packed: Packed, temperature: float, extr
 
 @functools.cache
 def _compiled_chunk():
-    return torch.compile(_chunk_logprobs, dynamic=True)
+    return torch.compile(_chunk_logprobs)
 
 
 def packed_logprobs(model: nn.Module, packed: Packed, temperature: float = 1.0,
