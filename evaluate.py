@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -176,7 +177,11 @@ def _search_all(
         raise DataError(f"{cfg.turns or cfg.questions} and {cfg.qrels} have no query in common; use the qrels of these "
                         "queries")
     for name in _listed(cfg.query):
-        queries[name if cfg.questions else f"turns: {name}"] = [QUERY_TEXTS[name](turn) for turn in judged]
+        texts = [QUERY_TEXTS[name](turn) for turn in judged]
+        if not any(texts) and len(_listed(cfg.query) + _listed(cfg.rewrites)) > 1:  # TopiOCQA has no human rewrites
+            print(f"query={name}: no turn of {cfg.turns or cfg.questions} has a {name}; left out", file=sys.stderr)
+        else:
+            queries[name if cfg.questions else f"turns: {name}"] = texts
     for path in _listed(cfg.rewrites):
         title = _title(path, taken | queries)
         rewrites, status[title] = read_rewrites(path, cfg.sample)

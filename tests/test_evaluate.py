@@ -631,6 +631,18 @@ def test_bad_files_exit_with_2(files, change, message):
         assert (status, out) == (2, "") and err.startswith("error: ") and "Traceback" not in err
 
 
+def test_a_baseline_that_a_data_set_lacks_is_left_out_and_said(searched, capsys):
+    """TopiOCQA has no human rewrites: `query=question,rewrite` over several sets must not fail there."""
+    folder, retriever = searched
+    write(folder / "turns.jsonl", "".join(json.dumps(turn(q, "curie born", ["p2"]).record()) + "\n" for q in ("a", "b")))
+    words = [f"turns={folder}/turns.jsonl", "samples=5"]
+    result = evaluate.main(load_config(EvaluateConfig, [*words, "query=question,rewrite"]))
+    assert result["system"] == "turns: question" and "systems" not in result
+    assert "query=rewrite: no turn of" in capsys.readouterr().err
+    with pytest.raises(DataError, match="turns: rewrite: no query for any of the 2"):
+        evaluate.main(load_config(EvaluateConfig, [*words, "query=rewrite"]))
+
+
 def test_turns_that_fit_nothing(searched):
     folder, _ = searched
     write_qrels(folder / "qrels", {"zz": {"p1": 1}})
