@@ -84,6 +84,29 @@ def test_from_the_official_files_to_a_metric(tmp_path, request, capsys, encoder,
     capsys.readouterr()
 
 
+def test_the_protocols_evaluation_as_it_is_written_there(tmp_path, monkeypatch, capsys, encoder):
+    """bench/protocol.md's `[score NAME]` with the committed config, on both fixtures, the folders as it names them."""
+    monkeypatch.chdir(tmp_path)
+    for name, source in (("topiocqa", topiocqa_source("raw/topiocqa")), ("qrecc", qrecc_source("raw/qrecc"))):
+        cls, command = prepare.COMMANDS[name]
+        command(cls(source=source, out=f"data/{name}", strict=False))
+        retriever.main(RetrieverConfig(kind="hybrid", corpus=f"data/{name}/corpus.jsonl", index=f"runs/index/{name}", encoder=encoder))
+        put(f"runs/NAME/{name}.jsonl", "".join(json.dumps({"query_id": t.query_id, "rewrite": t.question, "status": "malformed"}) + "\n"
+                                               for t in read_turns(f"data/{name}/test.jsonl")))
+    line = evaluate.main(load_config(evaluate.EvaluateConfig, [
+        "--config", str(ROOT / "configs/protocol-evaluate.yaml"), "rewrites=runs/NAME/@set.jsonl", "out=runs/NAME/evaluation",
+        f"retrievers.ANCE.encoder={encoder}", "samples=10"]))
+    assert list(line["cells"]) == ["topiocqa/BM25", "topiocqa/ANCE", "qrecc/BM25", "qrecc/ANCE"]
+    assert list(line["cells"]["topiocqa/BM25"]) == ["turns: question", "topiocqa"]  # it has no human rewrites
+    assert list(line["cells"]["qrecc/ANCE"]) == ["turns: question", "turns: rewrite", "qrecc"]
+    written = json.loads(Path("runs/NAME/evaluation/metrics.json").read_text())["cells"]
+    assert written["topiocqa/ANCE"]["topiocqa"]["paper"]["queries"] == 0  # not one response that its scripts would have kept
+    assert {"depth", "topic"} <= written["topiocqa/ANCE"]["topiocqa"]["groups"].keys()
+    with open("runs/NAME/evaluation/qrecc-BM25/config.yaml", encoding="utf-8") as f:
+        assert "k1: 0.82" in f.read()
+    capsys.readouterr()
+
+
 # ------------------------------------------------------------------------------------------------------- the traps
 # The faults of ConvSearch-R1's code (BeastyZ/ConvSearch-R1 at e7854c8) that this project must not repeat, and the tests
 # that stand against each.
