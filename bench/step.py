@@ -47,7 +47,7 @@ def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
     cuda = where.device.type == "cuda"
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
-        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.n, max_prompt_tokens=args.prompt_len,
+        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses, max_prompt_tokens=args.prompt_len,
         max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001, micro_batch_tokens=args.budget,
         gradient_checkpointing=args.recompute, compile=compiled, steps=args.steps + 1, warmup_steps=0,
         engine=EngineConfig(kind=args.engine, batch=args.engine_batch, gpu_memory=args.gpu_memory))
@@ -73,8 +73,8 @@ def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
 def floors(args, world: int) -> dict[str, float]:
     """The least seconds of every phase on `world` cards."""
     config, size, rate = shapes.model_config(args.shape), shapes.parameters(args.shape), shapes.bandwidth()
-    rows, flops = args.prompts * args.n / world, shapes.BF16_FLOPS
-    unique = args.prompts / world * (args.prompt_len + args.n * (args.new - 1))
+    rows, flops = args.prompts * args.responses / world, shapes.BF16_FLOPS
+    unique = args.prompts / world * (args.prompt_len + args.responses * (args.new - 1))
     head = config.hidden_size // config.num_attention_heads
     token = 4 * config.num_hidden_layers * config.num_key_value_heads * head  # bytes of keys and values, bf16
     cached = rows * token * (args.prompt_len + args.new / 2)
@@ -103,8 +103,8 @@ def ours(args) -> tuple[dict, int]:
     phases = {name: statistics.median(row[f"seconds_{name}"] for row in rows[1:])
               for name in ("sample", "reward", "reference", "update", "sync")}
     size, world = shapes.parameters(args.shape), where.world
-    unique = args.prompts * (args.prompt_len + args.n * (args.new - 1))
-    tokens = args.prompts * args.n * args.new
+    unique = args.prompts * (args.prompt_len + args.responses * (args.new - 1))
+    tokens = args.prompts * args.responses * args.new
     result = {"step_seconds": round(statistics.median(walls[1:]), 3), "steps": [round(w, 3) for w in walls],
               "phases": {k: round(v, 3) for k, v in phases.items()},
               "sampled_tokens_per_second": round(tokens / phases["sample"]),
@@ -125,7 +125,7 @@ def ours(args) -> tuple[dict, int]:
 
 def peer(args) -> dict:
     """The peer's step, in a process of its own that is gone before ours begins."""
-    command = [sys.executable, args.peer_script, "--shape", args.shape, "--prompts", str(args.prompts), "--n", str(args.n),
+    command = [sys.executable, args.peer_script, "--shape", args.shape, "--prompts", str(args.prompts), "--n", str(args.responses),
                "--prompt-len", str(args.prompt_len), "--new", str(args.new), "--micro", str(args.peer_micro), "--steps",
                str(args.peer_steps + 1), "--engine", args.peer, "--beta", "0" if args.no_kl else "0.001"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -140,7 +140,7 @@ def main() -> None:
     p = shapes.parser(__doc__)
     p.add_argument("--engine", default="torch", choices=["torch", "vllm"])
     p.add_argument("--prompts", type=int, default=16, help="a step, of all processes")
-    p.add_argument("--n", type=int, default=8, help="responses a prompt")
+    p.add_argument("--responses", type=int, default=8, help="a prompt")
     p.add_argument("--prompt-len", type=int, default=512, help="tokens")
     p.add_argument("--new", type=int, default=256, help="tokens of a response")
     p.add_argument("--steps", type=int, default=3, help="timed steps")
@@ -158,7 +158,7 @@ def main() -> None:
     theirs = peer(args) if args.peer else None
     result, rank = ours(args)
     if rank == 0:
-        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "n", "prompt_len", "new", "budget", "recompute")}
+        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget", "recompute")}
         result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
         if theirs is not None:
             result["peer"] = theirs
