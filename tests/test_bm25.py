@@ -279,7 +279,7 @@ def test_bm25_saved_built_and_opened(tmp_path, monkeypatch, analyzer):
         saved = BM25Retriever.open(tmp_path / "three", 0.82, 0.68, analyzer=analyzer, workers=workers)
         assert saved.search(queries, 20) == fresh.search(queries, 20)
         assert saved.gold_ranks(queries, golds) == fresh.gold_ranks(queries, golds)
-        assert isinstance(saved._index.passages, np.memmap) and isinstance(saved._index.codes, np.memmap)
+        assert isinstance(saved._index.passages.base, np.memmap) and isinstance(saved._index.codes.base, np.memmap)
     saved.k1, saved.b = 1.2, 0.0  # nothing of them is in the index
     assert saved.scores("red fox").tolist() == BM25Retriever(corpus, 1.2, 0.0, analyzer=analyzer).scores("red fox").tolist()
     with pytest.raises(RetrieverError, match=f"analyzer '{analyzer}'"):
