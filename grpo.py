@@ -46,6 +46,7 @@ import data
 import distributed as D
 import infer
 import model as M
+import report
 from episode import (AgentTask, Episode, EpisodeConfig, SearchTask, answer_means, check_episode, episode_figures,
                      episode_reward, note_task, open_task, run_episodes)
 from evaluate import evaluate_run, read_qrels
@@ -153,7 +154,7 @@ class GRPOConfig:
     qrels: list[str] = field(default_factory=list)
     """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and metrics; may be empty"""
     out: str = "runs/grpo"
-    """run folder: config.yaml, metrics.jsonl, rollouts/, checkpoint_*/, best/, final/"""
+    """run folder: config.yaml, metrics.jsonl, rollouts/, checkpoint_*/, best/, final/, report.html"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the search engine whose ranks are the reward; search, agent: what episodes search, its `corpus` is shown"""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
@@ -358,7 +359,7 @@ def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward pass takes, on the device.  b sequences of the batch, T positions of the longest."""
+    """What one forward and backward pass takes, on the device: b sequences of T positions."""
 
     rows: list[int]  # which of the batch they are; none where this rank only keeps the others company
     part: RolloutBatch  # (b, …)
@@ -412,7 +413,8 @@ def plan_updates(policy, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) ->
                 part = replace(part, tokens=part.tokens[:, :2], attention_mask=part.attention_mask[:, :2],
                                loss_mask=torch.zeros(1, 1), logprobs=torch.zeros(1, 1),
                                prompt_lengths=torch.ones(1, dtype=torch.int64))
-            packed = M.pack(policy, part.tokens, part.attention_mask, part.loss_mask, (part.prompt_lengths, part.group_ids))
+            packed = M.pack(policy, part.tokens, part.attention_mask, part.loss_mask,
+                            (part.prompt_lengths, part.group_ids))
             plan.append(MicroBatch(rows, part.to(where.device), packed))
         plans.append(plan)
     return plans
@@ -428,7 +430,7 @@ def add_reference(reference, plans: list[list[MicroBatch]], temperature: float) 
 
 
 def add_advantages(plans: list[list[MicroBatch]], advantages: list[float | None]) -> None:
-    """Fill in the advantages of the batch's sequences; one whose advantage is None (its search failed) is not trained."""
+    """Fill in the advantages of the batch's sequences; one with None (its search failed) is not trained."""
     for micro in (m for plan in plans for m in plan if m.rows):
         values = [advantages[row] for row in micro.rows]
         micro.part.advantages.copy_(torch.tensor([v or 0.0 for v in values]))
@@ -1047,6 +1049,8 @@ def main(cfg: GRPOConfig) -> dict | None:
                 raise SystemExit(128 + signalled)
             guard(run)
         export(run, "final")
+        if where.rank == 0:
+            report.run_page(cfg.out)
     D.cleanup()
     return summary(run) if where.rank == 0 else None
 

@@ -5,7 +5,8 @@
     trajectory_stats.json     the same figures; `statistics` documents the schema
     trajectory_stats.md       the same tables in Markdown
     trajectory_stats.png      distributions, where matplotlib is installed
-    trajectory_success.jsonl  the successful rows, unchanged; with `per_question`, `balance_by` and `cap` fewer of them
+    trajectory_success.jsonl  the successful rows, unchanged; `well_formed`, `min_calls`, `per_question`, `balance_by` and
+                              `cap` leave fewer of them
     openai.jsonl, swift.jsonl the same rows as `export` names them, for other trainers
 
 `run=FOLDER` (of grpo.py or sft.py): `report.html` in that folder, one page without anything to load: a curve of every
@@ -51,6 +52,10 @@ class ReportConfig:
     """what a success is: an exact match, or F1 >= 0.8"""
     per_question: int | None = None
     """keep so many successful rollouts of a question, the first ones; null: all"""
+    well_formed: bool = False
+    """keep only successes that keep the task's form (`well_formed` of infer.py's rows)"""
+    min_calls: int = 0
+    """keep only successes with at least so many tool calls"""
     balance_by: Literal["none", "rounds", "tool_calls", "type"] = "none"
     """keep at most `cap` successes of each number of rounds, of tool calls, or question type"""
     cap: int | None = None
@@ -226,6 +231,9 @@ def plot(s: dict, title: str, path: str) -> bool:
 def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
     """The successful rows that are kept.  DataError where a balance by type finds no type."""
     kept = [row for row in rows if trajectories.succeeded(row, cfg.success)]
+    kept = [row for row in kept if trajectories.tool_calls(row) >= cfg.min_calls]
+    if cfg.well_formed:
+        kept = [row for row in kept if row.get("well_formed")]
     if cfg.per_question is not None:
         kept = trajectories.first_of_each(kept, cfg.per_question)
     if cfg.balance_by == "type" and kept and not any(map(trajectories.question_type, kept)):
@@ -370,6 +378,8 @@ def check(cfg: ReportConfig) -> None:
         raise ConfigError(f"run={cfg.run} is no folder; name the folder of a run of grpo.py or sft.py")
     if (cfg.balance_by == "none") != (cfg.cap is None):
         raise ConfigError(f"balance_by={cfg.balance_by} and cap={cfg.cap}: set both, or neither")
+    if cfg.min_calls < 0:
+        raise ConfigError(f"min_calls={cfg.min_calls}; it must be at least 0")
     for name in ("cap", "per_question"):
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1, or null")

@@ -36,12 +36,13 @@ from torch import Tensor, nn
 import data
 import distributed as D
 import infer
+import report
 import trajectories
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
-from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer, lr_at,
-                   make_optimizer, pack, packed_logprobs)
+from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer,
+                   lr_at, make_optimizer, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from rollout import EngineConfig, Sampling, check_engine
 
@@ -347,7 +348,7 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
 
 
 def collate(rows: list[Example], pad_id: int) -> Batch:
-    """Right-padded tensors on the CPU; masks go by position, so pad may be EOS.  No rows: one row that trains nothing."""
+    """Right-padded tensors on the CPU; masks go by position, so pad may be EOS.  No rows: one that trains nothing."""
     rows = rows or [Example([pad_id, pad_id], [0], "")]
     width = max(len(r.tokens) for r in rows)
     fill = [width - len(r.tokens) for r in rows]
@@ -512,7 +513,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     files = {"model": infer.named(cfg.model), "records": infer.named(path)}
     begin_stage(cfg, where, "train", files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
-                ("metrics.jsonl", "checkpoint_*", "final", "result.json"))
+                ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html"))
     if result := read_result(result_path):
         return result
     tokenizer = load_tokenizer(cfg.model)
@@ -545,6 +546,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
               **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
     if where.rank == 0:
         write_result(result_path, result)
+        report.run_page(cfg.out)
     return result
 
 
@@ -597,8 +599,8 @@ def check(cfg: SFTConfig) -> None:
     if cfg.samples_per_turn > 1 and cfg.temperature == 0:
         raise ConfigError(f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise temperature")
     if not 0 <= cfg.gradient_checkpointing <= 1:
-        raise ConfigError(f"gradient_checkpointing={cfg.gradient_checkpointing} is a share of the layers: from 0 (none) "
-                          "to 1 (all)")
+        raise ConfigError(f"gradient_checkpointing={cfg.gradient_checkpointing} is a share of the layers: from 0 "
+                          "(none) to 1 (all)")
     if not 0 <= cfg.heldout_fraction < 1 or not 0 <= cfg.warmup_fraction <= 1:
         raise ConfigError(f"heldout_fraction={cfg.heldout_fraction} must be in [0, 1) and warmup_fraction="
                           f"{cfg.warmup_fraction} in [0, 1]")

@@ -123,6 +123,9 @@ def test_files_filters_and_exports(tmp_path, capsys):
     chosen = trajectories.read_trajectories(str(tmp_path / "b" / "trajectory_success.jsonl"))
     assert len({r["id"] for r in chosen}) == len(chosen) == fewer["kept"] < result["kept"]
     assert max([r["rounds"] for r in chosen].count(n) for n in range(1, 5)) == 2
+    report.main(report.ReportConfig(trajectories=str(path), success="f1", well_formed=True, min_calls=2, out=str(tmp_path / "c")))
+    strict = [row for _, row in data.read_jsonl(str(tmp_path / "c" / "trajectory_success.jsonl"))]
+    assert 0 < len(strict) < len(kept) and strict == [r for r in kept if r.get("well_formed") and trajectories.tool_calls(r) >= 2]
 
 
 def test_questions_bring_types_and_what_is_missing(tmp_path):

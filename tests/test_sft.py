@@ -248,7 +248,7 @@ def test_run_folder(whole, lm, records):
     assert result["heldout_loss"] == min(lines[2]["heldout_loss"], lines[4]["heldout_loss"]) < lines[0]["heldout_loss"]
     assert result["records"] + result["heldout"] == 7 and lines[1]["lr"] == 3e-3 and lines[4]["lr"] < lines[2]["lr"]
     assert sorted(os.listdir(output)) == ["checkpoint_000003", "checkpoint_000004", "config.yaml", "final",
-                                          "metrics.jsonl", "result.json", "train.settings.json"]
+                                          "metrics.jsonl", "report.html", "result.json", "train.settings.json"]
     assert sft.main(config(lm, records, output))["train"] == result  # nothing to do
     with pytest.raises(data.DataError, match="lr was 0.003 and is 0.001.*overwrite=true"):
         sft.main(config(lm, records, output, lr=1e-3))
