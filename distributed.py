@@ -179,7 +179,11 @@ def clean_name(name: str) -> str:
 
 def full_tensor(value: Tensor) -> Tensor:
     """The whole of a sharded tensor (a collective: every rank calls it), or the tensor itself."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    if value.device_mesh.size() == 1:  # a tenth of a millisecond each: a model has hundreds, and an engine waits
+        return value.to_local()
+    return value.full_tensor()
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -215,7 +219,9 @@ def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
                 value = _merged(full_tensor(shard), adapted[name])
                 yield clean_name(name), value if dtype is None else value.to(dtype)
             else:
-                yield clean_name(name), full_tensor(shard if dtype is None else shard.to(dtype))
+                shared = isinstance(shard, DTensor) and shard.device_mesh.size() > 1
+                value = full_tensor(shard.to(dtype) if shared and dtype is not None else shard)
+                yield clean_name(name), value if dtype is None else value.to(dtype)
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:

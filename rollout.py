@@ -32,6 +32,7 @@ from model import adapter_base, load_causal_lm, prepare_causal_lm
 PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
 STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
 VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
+VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
 IDLE_STEPS = 10_000  # of vLLM without a finished response, beyond what the longest response takes: something hangs
 KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size, and with it its graphs
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
@@ -57,12 +58,14 @@ class EngineConfig:
     batch: int = 256
     """sequences decoded together: speed and memory only"""
     gpu_memory: float = 0.4
-    """vllm: share of the card's memory for its weights and keys and values; given back while training"""
+    """vllm: share of the card's memory that its weights and keys and values may take; given back while training"""
     tensor_parallel: int = 1
     """vllm: neighbouring processes (of one host) that hold one copy of the weights together"""
     gap_limit: float | None = None
     """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a run ends (status 3);
     unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
+    compile: bool = False
+    """torch, on a GPU: compile the decoder layers of a decode step (some 20 s at its first use, then faster steps)"""
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
@@ -122,7 +125,7 @@ def open_engine(
             with torch.random.fork_rng(devices), torch.device(device):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=dtype)
             model = prepare_causal_lm(model, base)
-        engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length)
+        engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile)
     engine.gap_limit = engine.gap_limit if cfg.gap_limit is None else cfg.gap_limit
     return engine
 
@@ -912,6 +915,7 @@ class VLLMEngine:
             model = AutoModelForCausalLM.from_config(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
+        parameters = sum(map(math.prod, self.shapes.values()))
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
         self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)
         self.pad_id, self.tokenizer = pad_id, tokenizer
@@ -946,6 +950,9 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # raw ones ignore the temperature
                 enable_prefix_caching=True,
                 gpu_memory_utilization=gpu_memory,
+                kv_cache_memory_bytes=_vllm_cache_bytes(
+                    config, max_batch, self.max_length, dtype, tensor_parallel, gpu_memory, parameters
+                ),
                 max_model_len=self.max_length,
                 max_num_seqs=max_batch,
                 max_num_batched_tokens=max(8192, self.max_length),
@@ -1134,6 +1141,22 @@ def check_vllm() -> str:
     raise RolloutError(
         "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use engine.kind=torch"
     )
+
+
+def _vllm_cache_bytes(
+    config, rows: int, length: int, dtype: torch.dtype, tensor_parallel: int, share: float, parameters: int
+) -> int | None:
+    """Bytes of keys and values for `rows` sequences of `length`; None where these are more than the card's share holds.
+
+    vLLM itself would take the whole share, and mapping that much memory makes waking slow.
+    """
+    if not torch.cuda.is_available():
+        return None
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize / tensor_parallel
+    wanted = int(token * (rows + 1) * (length + 2 * VLLM_BLOCK))  # every sequence's last block is begun
+    held = parameters * dtype.itemsize / tensor_parallel + 2**31  # weights, activations and graphs
+    return wanted if wanted < share * torch.cuda.mem_get_info()[1] - held else None
 
 
 def _vllm_model(llm) -> nn.Module:
