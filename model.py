@@ -1,13 +1,13 @@
 """Load a causal language model, with a LoRA adapter where one is wanted; log-probabilities of tokens; optimizer and
 learning-rate schedule.
 
-Needs torch and transformers alone, and peft where an adapter is trained.  Log-probabilities are computed at the sampling
-temperature, in float32, in chunks whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never
+Needs torch and transformers alone, and peft where an adapter is trained.  Log-probabilities are computed at the
+sampling temperature, in float32, in chunks whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never
 exists: at V = 152k and 8 x 700 tokens it would take 3.4 GB, and as much again for its gradient.  Sequences go through
 the decoder without padding, the prompt of a group once (`pack`).
 
-Shapes: B sequences, T predicted positions, D hidden size, V vocabulary; R rows of S tokens, as they are laid out; M wanted
-tokens; H query heads, K key/value heads.
+Shapes: B sequences, T predicted positions, D hidden size, V vocabulary; R rows of S tokens, as they are laid out; M
+wanted tokens; H query heads, K key/value heads.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _first_line(e: Exception) -> str:
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float,
                     extra: str) -> tuple[Tensor, Tensor]:
-    """(M, D) hidden states, (M,) next tokens → (M,) log-probabilities, and (M,) what `extra` asks for: `entropy`; `top`,
-    1 where the token is the most probable one; or zeros."""
+    """(M, D) hidden states, (M,) next tokens → (M,) log-probabilities, and (M,) what `extra` asks for: `entropy`;
+    `top`, 1 where the token is the most probable one; or zeros."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
     if torch.compiler.is_compiling():  # the backward pass of a gather would be a second (M, V) tensor
@@ -350,7 +350,7 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
 
 def pack(model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Tensor | None,
          groups: tuple[Tensor, Tensor] | None, layout: str | None = None) -> Packed:
-    """Arguments as of `token_logprobs`; tensors on the CPU cost no wait for the device.  `layout`: see choose_layout."""
+    """Arguments as of `token_logprobs`; tensors on the CPU cost no wait for the device; `layout` as choose_layout's."""
     device, _ = compute_place(model)
     keep = (torch.ones_like(tokens[:, 1:]) if positions is None else positions).bool()
     targets, entries = tokens[:, 1:][keep], keep.nonzero().t()
@@ -427,7 +427,7 @@ def packed_logprobs(model: nn.Module, packed: Packed, temperature: float = 1.0,
                     extra: str = "") -> Tensor | tuple[Tensor, Tensor]:
     """`token_logprobs` of sequences that are packed already: (B, T), zero where nothing was wanted.
 
-    With `extra` also, (B, T), the `entropy` of the same distributions, or `top`: 1 where the token is the most probable.
+    With `extra` also, (B, T), the `entropy` of the same distributions, or `top`: 1 for the most probable token.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)")

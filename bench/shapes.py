@@ -1,4 +1,4 @@
-"""What the benchmarks share: named model shapes with random weights, a tokenizer, the card's ceilings, the result's form.
+"""What the benchmarks share: named model shapes with random weights, a tokenizer, the card's limits, the form of results.
 
 Shapes are Qwen2's (tied embeddings), as the peer's script has them; N counts the embedding once, because the tied head
 uses it in every trained token.
@@ -24,8 +24,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 SHAPES = {
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-                 vocab_size=2048),
+    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=128, vocab_size=2048),
     "0.5b": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
                  intermediate_size=4864, vocab_size=151936),
     "1.5b": dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
@@ -86,7 +86,8 @@ def bandwidth() -> float | None:
 
 def report(results: dict, out: str) -> None:
     """Print one JSON line with card, versions, command and date, and write it to the file `out` if one is named."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__}
     vllm = sys.modules.get("vllm")
     if vllm is not None:
         versions["vllm"] = vllm.__version__

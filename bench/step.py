@@ -4,14 +4,14 @@
     python bench/step.py --shape 0.5b --engine vllm --peer vllm --peer-script trl_grpo.py
     torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
 
-It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a hash
-of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left out; the
-medians of the others count.  The peer (TRL's GRPOTrainer, a script of its own: see --peer-script) runs first, in a
+It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a
+hash of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left
+out; the medians of the others count.  The peer (TRL's GRPOTrainer, a script of its own: see --peer-script) runs first, in a
 process of its own with the same sizes, and its first step is left out too.
 
 Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
-step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N and
-the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; the sync reads 4 N and writes 2 N.
+step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N
+and the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; the sync reads 4 N and writes 2 N.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
     cuda = where.device.type == "cuda"
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
-        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses, max_prompt_tokens=args.prompt_len,
-        max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001, micro_batch_tokens=args.budget,
+        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
+        max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001, micro_batch_tokens=args.budget,
         gradient_checkpointing=args.recompute, compile=compiled, steps=args.steps + 1, warmup_steps=0,
         engine=EngineConfig(kind=args.engine, batch=args.engine_batch, gpu_memory=args.gpu_memory))
     grpo.check_config(cfg, where.world)
     tokenizer = shapes.word_tokenizer()
     engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
                          weights=False)
-    policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", args.recompute, compiled)
+    policy = shapes.random_lm(args.shape, torch.float32, where.device)
+    policy = M.prepare_causal_lm(policy, "", args.recompute, compiled)
     reference = None
     if cfg.kl_coef:
         reference = shapes.random_lm(args.shape, torch.float32, where.device).to(dtype).requires_grad_(False)
@@ -125,9 +126,10 @@ def ours(args) -> tuple[dict, int]:
 
 def peer(args) -> dict:
     """The peer's step, in a process of its own that is gone before ours begins."""
-    command = [sys.executable, args.peer_script, "--shape", args.shape, "--prompts", str(args.prompts), "--n", str(args.responses),
-               "--prompt-len", str(args.prompt_len), "--new", str(args.new), "--micro", str(args.peer_micro), "--steps",
-               str(args.peer_steps + 1), "--engine", args.peer, "--beta", "0" if args.no_kl else "0.001"]
+    options = {"shape": args.shape, "prompts": args.prompts, "n": args.responses, "prompt-len": args.prompt_len,
+               "new": args.new, "micro": args.peer_micro, "steps": args.peer_steps + 1, "engine": args.peer,
+               "beta": 0 if args.no_kl else 0.001}
+    command = [sys.executable, args.peer_script, *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -158,7 +160,8 @@ def main() -> None:
     theirs = peer(args) if args.peer else None
     result, rank = ours(args)
     if rank == 0:
-        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget", "recompute")}
+        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
+                                               "recompute")}
         result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
         if theirs is not None:
             result["peer"] = theirs

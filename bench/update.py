@@ -92,10 +92,11 @@ def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute:
     cards = where.world
     floor = 6 * size * unique / shapes.BF16_FLOPS / cards
     moved = 28 * size / cards / shapes.bandwidth() if shapes.bandwidth() else None
-    return {"micro_batches": len(plans[0]), "unique_tokens": unique, "computed_tokens": computed, "trained_tokens": first["tokens"], "loss": first["loss"],
-            "grad_norm": first["grad_norm"], "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
+    return {"micro_batches": len(plans[0]), "unique_tokens": unique, "computed_tokens": computed,
+            "trained_tokens": first["tokens"], "loss": first["loss"], "grad_norm": first["grad_norm"], "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
             "tokens_per_second": round(unique / took), "mfu": round(floor / took, 4),
-            "floor_seconds": round(floor + (moved or 0.0), 4), "layouts": sorted({kind_of(m) for p in plans for m in p}),
+            "floor_seconds": round(floor + (moved or 0.0), 4),
+            "layouts": sorted({kind_of(m) for plan in plans for m in plan}),
             **({"reference_seconds": round(statistics.median(reference_seconds[1:]), 4),
                 "reference_floor_seconds": round(floor / 3, 4)} if reference is not None else {}),
             **({"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -153,8 +154,8 @@ def main() -> None:
     args = p.parse_args()
     where = D.setup()
     rows = []
-    for kind, layout, budget, recompute in itertools.product(*(x.split(",") for x in (args.lengths, args.layout, args.budget,
-                                                                                    args.recompute))):
+    choices = (x.split(",") for x in (args.lengths, args.layout, args.budget, args.recompute))
+    for kind, layout, budget, recompute in itertools.product(*choices):
         setting = {"lengths": kind, "layout": layout, "budget": int(budget), "recompute": float(recompute)}
         began = time.perf_counter()
         try:
