@@ -672,6 +672,16 @@ def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
     assert {r.end for r in b} == {"eos", "stop", "length"}
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fused_norms_change_nothing(kind):
+    model, ids = tiny_lm(kind=kind), torch.tensor(PROMPTS[3:4])
+    before, names = model(ids).logits, list(model.state_dict())
+    R._fuse_norms(model)
+    fused = [m for m in model.modules() if "forward" in vars(m)]
+    assert len(fused) == (9 if kind == "qwen3" else 5) and list(model.state_dict()) == names
+    assert (model(ids).logits - before).abs().max() < 1e-5
+
+
 def test_decode_kernel_equals_softmax_in_tritons_interpreter():
     """In a process of its own: the interpreter has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
