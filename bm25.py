@@ -3,13 +3,13 @@
 A file of its own so that sparse search copies out, with data.py and passages.py, and runs without torch: it needs numpy
 and PyStemmer, and `regex` for the Unicode properties of what isn't ASCII.
 
-The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other passages
-whose score is at least the gold's, other golds left out; a score of 0 is no hit.
+The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other
+passages whose score is at least the gold's, other golds left out; a score of 0 is no hit.
 
 Agreement with Lucene 9 (Anserini's defaults) is exact, to the bit of a score: its analysis, its passage lengths rounded
-to one byte, its float32 arithmetic, summed in float64 (`bench/bm25.py agreement` shows it on real corpora).  What is kept
-per posting is therefore not a score, as bm25s keeps it, but which of a few thousand pairs of a word count and a length it
-has (2 bytes): k1, b and the weight of a word repeated in a query stay free, and an index is smaller.
+to one byte, its float32 arithmetic, summed in float64 (`bench/bm25.py` shows it on real corpora).  A posting therefore
+keeps no score, as bm25s has it, but which of a few thousand pairs of a word's count and a passage's length it has
+(2 bytes): k1, b and the weight of a word repeated in a query stay free, and an index is smaller.
 
 Shapes: M passages, V distinct words, P postings (pairs of a word and a passage), C pairs of a count and a length.
 """
@@ -43,14 +43,16 @@ from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, 
 
 # ------------------------------------------------------------------------------------------------------------- analysis
 
-STOP_WORDS = frozenset("a an and are as at be but by for if in into is it no not of on or such that the their then there"
-                       " these they this to was will with".split())  # Lucene's EnglishAnalyzer
+STOP_WORDS = frozenset("a an and are as at be but by for if in into is it no not of on or such that the their then "
+                       "there these they this to was will with".split())  # Lucene's EnglishAnalyzer
 
-# Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9), keeping what holds a letter, digit, ideograph
-# or emoji.  Two forms of its grammar: over ASCII text itself, and over a text's classes, one letter a character (CLASSES).
-# The `regex` module's own \b{w} is not used: it follows other rules (whole runs of Thai and of emoji, colons inside words)
-# and gives boundaries, not words.
-ASCII_WORD = re.compile(r"_*[A-Za-z0-9]\w*(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*", re.ASCII)
+# Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9), keeping what holds a letter, digit,
+# ideograph or emoji.  Here are two forms of its grammar: over ASCII text itself, and over a text's classes, one letter
+# a character (CLASSES).  The `regex` module's word boundaries (\b with the WORD flag) would not do: they are of a newer
+# Unicode (a colon inside a word parts it), break Thai elsewhere, and are boundaries, not words.  Characters younger than
+# Unicode 9 are words here and unknown to Lucene 9.
+ASCII_WORD = re.compile(r"_*[A-Za-z0-9]\w*(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
+                        re.ASCII)
 
 
 def _class_pattern() -> re.Pattern:
@@ -66,7 +68,7 @@ def _class_pattern() -> re.Pattern:
 
 
 CLASS_WORD = _class_pattern()
-CLASSES = [  # the first that fits a character; of Word_Break (WB), Line_Break (LB) and other properties, as in Unicode 9
+CLASSES = [  # the first that fits a character; by Word_Break (WB), Line_Break (LB) and others, as in Unicode 9
     ("V", r"[\uFE0E\uFE0F]"), ("c", r"\u20E3"), ("Z", r"\p{WB=ZWJ}"), ("M", r"\p{Emoji_Modifier}"),
     ("s", r"(?=\p{LB=SA})\p{WB=Extend}"), ("E", r"[\p{WB=Extend}\p{WB=Format}\u0600-\u0605\u06DD\u070F]"),
     ("H", r"\p{WB=Hebrew_Letter}"), ("A", r"(?![\u00B8\u02E5-\u02EB\u055A\u058A\uA708-\uA716])\p{WB=ALetter}"),
@@ -74,9 +76,9 @@ CLASSES = [  # the first that fits a character; of Word_Break (WB), Line_Break (
     ("m", r"(?!\u055F)[\p{WB=MidLetter}:]"), ("q", r"\p{WB=MidNumLet}"), ("n", r"[\p{WB=MidNum}\uFE10\uFE14]"),
     ("'", r"'"), ("d", r'"'), ("#", r"[#*]"), ("R", r"\p{WB=Regional_Indicator}"), ("J", r"\p{Script=Han}"),
     ("I", r"\p{Script=Hiragana}"), ("S", r"\p{LB=SA}"),
-    ("P", r"[\p{Extended_Pictographic}\u2388\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2763-\u2767"
-          r"\U0001F000-\U0001F0FF\U0001F10D-\U0001F10F\U0001F12F\U0001F16C-\U0001F16F\U0001F1AD-\U0001F1E5"
-          r"\U0001F260-\U0001F3FA\U0001F400-\U0001F53D\U0001F546-\U0001F64F\U0001F680-\U0001F6FF]")]  # as Lucene's tables have them (Emoji 11)
+    ("P", r"[\p{Extended_Pictographic}\u2388\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712"
+          r"\u2763-\u2767\U0001F000-\U0001F0FF\U0001F10D-\U0001F10F\U0001F12F\U0001F16C-\U0001F16F\U0001F1AD-\U0001F1E5"
+          r"\U0001F260-\U0001F3FA\U0001F400-\U0001F53D\U0001F546-\U0001F64F\U0001F680-\U0001F6FF]")]  # Emoji 11
 
 
 class _Classes(dict):
@@ -97,7 +99,7 @@ LONGEST = 255  # characters of a token; a longer one is cut into such pieces
 def standard_words(text: str) -> list[str]:
     """The words of a text as Lucene's StandardTokenizer finds them."""
     words, at = [], 0
-    while match := NON_ASCII.search(text, at):  # what stands around it up to the blanks goes by classes, which is slower
+    while match := NON_ASCII.search(text, at):  # what is around it, up to the blanks, goes by classes: slower
         start, end = max(text.rfind(" ", at, match.start()) + 1, at), text.find(" ", match.end())
         words += ASCII_WORD.findall(text, at, start)
         at = end if end >= 0 else len(text)
@@ -191,7 +193,7 @@ STEP_4 = ("al ance ence er ic able ible ant ement ment ent ion ou ism ate iti ou
 
 
 class LuceneEnglish:
-    """Lucene's and Anserini's English analysis: standard words, less 's, lower case, less stop words, Porter's stems."""
+    """Lucene's and Anserini's English analysis: words less 's, in lower case, less stop words, Porter's stems."""
 
     name = "lucene"
 
@@ -246,8 +248,8 @@ def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
     for kind in (LuceneEnglish, SnowballEnglish):
         if kind.name == name:
             return kind()
-    raise RetrieverError(f"analyzer is {name!r}; it must be lucene (as Lucene and Anserini do it) or snowball (as bm25s "
-                         "and PyStemmer do it)")
+    raise RetrieverError(f"analyzer is {name!r}; it must be lucene (as Lucene and Anserini do it) or snowball (as "
+                         "bm25s and PyStemmer do it)")
 
 
 # ------------------------------------------------------------------------------------------------------------- building
@@ -292,7 +294,7 @@ class Words:
 
 
 def count(passages: Sequence[Passage], analyzer: Callable[[str], list[str]], first: int) -> tuple[list[bytes], dict]:
-    """The words of one shard in order, and its postings: passage numbers from `first` on, all arrays as in `Postings`."""
+    """The words of one shard in order, and its postings: passage numbers from `first` on, arrays as in `Postings`."""
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     tokens, lengths = array("i"), np.empty(len(passages), dtype=np.int64)
@@ -319,7 +321,8 @@ def count(passages: Sequence[Passage], analyzer: Callable[[str], list[str]], fir
         "sizes": np.array([lengths.sum(), np.count_nonzero(lengths)])}
 
 
-def merge(shards: Sequence[tuple[Sequence[bytes], dict]], write: Callable[[str, int, np.dtype, Iterator], object]) -> dict:
+def merge(shards: Sequence[tuple[Iterable[bytes], dict]],
+          write: Callable[[str, int, np.dtype, Iterator], object]) -> dict:
     """The shards' postings as one; `write(name, entries, dtype, blocks)` takes each array piece by piece → its results.
 
     Memory holds the shards' words' numbers (4 bytes a word and shard) and BLOCK postings, however large the index is.
@@ -538,7 +541,7 @@ def _no_word(number: int) -> str:
 FORMAT = "bm25-2"
 
 
-# ---------------------------------------------------------------------------------------------------------------- search
+# --------------------------------------------------------------------------------------------------------------- search
 
 class BM25Retriever:
     """BM25 as Lucene scores it: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b length/mean)).
@@ -549,7 +552,7 @@ class BM25Retriever:
 
     Words are taken from the rarest on.  As soon as those that are left can't lift a passage without any of the words so
     far to the k-th best score (or to the gold's), only passages found so far stay in question, and the postings of the
-    frequent words are looked up for these alone (Turtle and Flood's MaxScore): the same result from few of the postings.
+    frequent words are looked up for these alone (Turtle and Flood's MaxScore): the same result from fewer postings.
     """
 
     def __init__(self, passages: str | os.PathLike | Iterable[Passage], k1: float = 0.9, b: float = 0.4,
@@ -579,8 +582,8 @@ class BM25Retriever:
 
     def _check(self) -> None:
         if not (self.k1 >= 0 and 0 <= self.b <= 1):
-            raise RetrieverError(f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs k1 >= 0 and 0 <= b <= 1. The usual values "
-                                 "are 0.9 and 0.4 (QReCC 0.82 and 0.68).")
+            raise RetrieverError(f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs k1 >= 0 and 0 <= b <= 1. The usual "
+                                 "values are 0.9 and 0.4 (QReCC 0.82 and 0.68).")
         check_k(self.query_words, "query_words")
         check_k(self.workers, "workers")
 
@@ -623,7 +626,7 @@ class BM25Retriever:
                                  f"and {len(self._index.passages):,} postings, and they don't fit. Build it again.")
         return self
 
-    # ------------------------------------------------------------------------------------------------- one query's words
+    # ------------------------------------------------------------------------------------------------------- one query
 
     def _words(self, query: str) -> list[tuple[int, int]]:
         """(word number, times) of the query's known words."""
@@ -672,8 +675,8 @@ class BM25Retriever:
               enough: int | None = None) -> tuple[np.ndarray, np.ndarray] | None:
         """Passage numbers and float32 scores: all passages above 0 that can be among the k best, or score `floor`.
 
-        None once `enough` passages are known to score `floor`.  When to stop reading lists and start looking passages up
-        in them follows what numpy takes for either; it changes no result.
+        None once `enough` passages are known to score `floor`.  When to stop reading lists and start looking passages
+        up in them follows what numpy takes for either; it changes no result.
         """
         totals, read, rows, last = self._totals(), [], None, math.inf
         rest = sum(entry[0] for entry in lists)  # more than the words that are left can add
@@ -715,14 +718,15 @@ class BM25Retriever:
                     totals[passages.astype(np.intp)] = 0
 
     @staticmethod
-    def _read(totals: np.ndarray, passages: np.ndarray, codes: np.ndarray, gains: np.ndarray, k: int | None) -> np.ndarray:
+    def _read(totals: np.ndarray, passages: np.ndarray, codes: np.ndarray, gains: np.ndarray,
+              k: int | None) -> np.ndarray:
         """Add a word's list to the totals → the passages' totals, or of a long list the largest of every few of them.
 
         Piece by piece, which keeps what is at work in the processor's cache.
         """
         group, tops = len(passages) // (16 * k) if k else 1, []
         for low in range(0, len(passages), PIECE):
-            at = passages[low:low + PIECE].astype(np.intp)  # numpy gathers four times as fast by its own kind of integer
+            at = passages[low:low + PIECE].astype(np.intp)  # by other integers numpy gathers far slower
             scores = totals.take(at)
             scores += gains.take(codes[low:low + PIECE])
             totals[at] = scores

