@@ -15,7 +15,8 @@ MODEL=${MODEL:-models/qwen0.5b}     # a Hugging Face folder
 DATA=${DATA:-data/multihop}
 QUESTIONS=${QUESTIONS:-800}         # training questions that episodes are sampled for
 SAMPLES=${SAMPLES:-4}               # episodes of each
-KEEP=${KEEP:-1}                     # successful ones kept of each
+KEEP=${KEEP:-1}                     # successful ones kept of each: exact answer, right form, at least one search
+CAP=${CAP:-200}                     # most that are kept of each number of searches
 DEV=${DEV:-64}                      # training questions set aside for validation
 LIMIT=${LIMIT:-350}                 # questions of each evaluation set, from its beginning
 STEPS=${STEPS:-30}                  # of GRPO
@@ -55,11 +56,12 @@ answer() {  # $1: stage, $2: model, then key=value: trajectories of all sets, th
 keep() {
   cp -f "$run/grpo/metrics.jsonl" "$out/metrics.jsonl" 2>/dev/null || true
   cp -f "$run/sft/metrics.jsonl" "$out/sft_metrics.jsonl" 2>/dev/null || true
-  for stage in sampled grpo; do cp -f "$run/report_$stage/trajectory_stats.json" "$out/trajectory_stats_$stage.json" 2>/dev/null || true; done
+  cp -f "$run/sampled/trajectory_stats.json" "$out/trajectory_stats_sampled.json" 2>/dev/null || true
+  cp -f "$run/report/trajectory_stats.json" "$out/trajectory_stats_grpo.json" 2>/dev/null || true
   $py - "$out/environment.json" "$task $*" <<'EOF'
 import json, os, platform, sys, torch, transformers
 card = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-names = ("MODEL", "QUESTIONS", "SAMPLES", "KEEP", "DEV", "LIMIT", "STEPS", "TOKENS", "ENGINE", "EVAL_ENGINE", "BATCH", "EPISODE")
+names = ("MODEL", "QUESTIONS", "SAMPLES", "KEEP", "CAP", "DEV", "LIMIT", "STEPS", "TOKENS", "ENGINE", "EVAL_ENGINE", "BATCH", "EPISODE")
 json.dump({"card": card, "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
            "command": "bench/search_run.sh " + sys.argv[2], "set": {n: os.environ[n] for n in names if n in os.environ}},
           open(sys.argv[1], "w"), indent=1)
@@ -78,15 +80,9 @@ answer zero-shot "$MODEL"
 $py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.8 \
   $search $EPISODE max_response_tokens="$TOKENS" chunk=512 engine.kind="$ENGINE" engine.batch="$BATCH" engine.gpu_memory=0.6
 note sampling
-$py report.py trajectories="$run/trajectory.jsonl" questions="$run/sampled.jsonl" out="$run/report_sampled" title="$task, base model, few-shot"
-$py - "$run/report_sampled/trajectory_success.jsonl" "$run/formed/trajectory.jsonl" <<'EOF'
-import os, sys
-sys.path.insert(0, os.getcwd())
-import data  # exact answers, in the right form
-data.write_jsonl(sys.argv[2], (row for _, row in data.read_jsonl(sys.argv[1]) if row["well_formed"] and row["searches"]))
-EOF
-$py report.py trajectories="$run/formed/trajectory.jsonl" out="$run/kept" per_question="$KEEP" title="$task, kept for SFT"
-$py sft.py --config "configs/$task-sft.yaml" model="$MODEL" records="$run/kept/trajectory_success.jsonl" out="$run/sft"
+$py report.py trajectories="$run/trajectory.jsonl" questions="$run/sampled.jsonl" out="$run/sampled" title="$task, base model, few-shot" \
+  well_formed=true min_calls=1 per_question="$KEEP" balance_by=tool_calls cap="$CAP"
+$py sft.py --config "configs/$task-sft.yaml" model="$MODEL" records="$run/sampled/trajectory_success.jsonl" out="$run/sft"
 note sft
 answer sft "$run/sft/final"
 $py grpo.py --config "configs/$task-grpo.yaml" model="$run/sft/final" train="$run/train.jsonl" dev="$run/dev.jsonl" \
@@ -95,8 +91,8 @@ $py grpo.py --config "configs/$task-grpo.yaml" model="$run/sft/final" train="$ru
 note grpo
 best=$run/grpo/best; [ -d "$best" ] || best=$run/grpo/final
 answer grpo "$best"
-$py report.py trajectories="$run/hotpotqa_test/grpo.jsonl" questions="$run/hotpotqa_test/questions.jsonl" out="$run/report_grpo" title="$task, after GRPO"
-{ echo "Task $task: $MODEL, base model with the few-shot prompt, without examples, after SFT on its own successful episodes, after GRPO; greedy, BM25."; } > "$out/table.md"
+$py report.py trajectories="$run/hotpotqa_test/grpo.jsonl" questions="$run/hotpotqa_test/questions.jsonl" out="$run/report" title="$task, after GRPO"
+echo "Task $task: base model with the few-shot prompt, without examples, after SFT on its own successes, after GRPO; greedy, BM25." > "$out/table.md"
 for set in $SETS; do
   read -r corpus questions qrels <<<"$(files "$set")"
   $py evaluate.py answers="$run/$set/zero-shot.jsonl,$run/$set/sft.jsonl,$run/$set/grpo.jsonl" baseline="$run/$set/base.jsonl" \
