@@ -42,7 +42,9 @@ class ModelError(ValueError):
 
 
 ROW_TOKENS = 2048  # in one row of share_prefixes: bounds its attention mask
-BLOCK = 128  # tokens of a tile of flex attention; rows on a GPU are padded to a multiple of it
+BLOCK = 128  # tokens of a tile of flex attention
+ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
+DYNAMIC = None  # torch.compile's: from the second length on, length is a variable; False: each length is compiled
 SHARING_PAYS = 1.15  # laying prompts out once has to save this factor in tokens before flex attention is chosen
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
@@ -115,7 +117,7 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
         if compiled:
             # Not the call: FSDP's hooks stay outside.  Not dynamic=True, which makes the head size a variable as well
             # (flex attention of torch 2.11 does not lower then): the second length makes the length one, and it alone.
-            layer.forward = torch.compile(layer.forward)
+            layer.forward = torch.compile(layer.forward, dynamic=DYNAMIC)
             torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)  # layouts, two dtypes
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
@@ -363,7 +365,7 @@ def pack(model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Te
             inputs, source = _whole_sequences(tokens, whole)
         else:
             one_row = layout == "shared"
-            shared = share_prefixes(tokens, attention_mask, *groups, *((1 << 60, BLOCK) if one_row else ()))
+            shared = share_prefixes(tokens, attention_mask, *groups, *((1 << 60, ROW_MULTIPLE) if one_row else ()))
             inputs = {"input_ids": shared.tokens, "position_ids": shared.position_ids,
                       "attention_mask": block_mask(shared, device) if one_row else shared.mask}
             source, computed = shared.source, int((shared.own >= 0).sum())
@@ -384,7 +386,7 @@ def unique_tokens(attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Ten
 def _whole_sequences(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
     """All sequences, less their last tokens, behind each other in one row: decoder inputs, and SharedLayout.source."""
     ends = np.cumsum([0, *lengths])
-    padded = -(-int(ends[-1]) // BLOCK) * BLOCK
+    padded = -(-int(ends[-1]) // ROW_MULTIPLE) * ROW_MULTIPLE
     cuts = ends if padded == ends[-1] else np.append(ends, padded)  # what fills the row up is a sequence of its own
     token, position = torch.zeros(2, 1, padded, dtype=torch.int64)
     source = torch.zeros(len(lengths), tokens.shape[1] - 1, dtype=torch.int64)

@@ -57,6 +57,7 @@ def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute:
     """One setting."""
     cuda = where.device.type == "cuda"
     torch._dynamo.reset()
+    M.ROW_MULTIPLE, M.DYNAMIC = args.row_multiple, False if args.static else None
     policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
                                  cuda and not args.eager)
     D.shard_model(policy, where, cuda, not args.gather_each, args.offload)
@@ -85,6 +86,7 @@ def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute:
             reference_seconds.append(grpo.timed(where.device, grpo.add_reference, reference, plans, 1.0)[1])
         stats, took = grpo.timed(where.device, grpo.update, policy, optimizer, plans, cfg, where)
         seconds.append(took)
+        D.print0(f"  {kind} {layout} {budget} {recompute:g}: update {i} took {took:.3f}s")
         first = first or stats
     if args.profile and where.rank == 0:
         profile(args.profile, lambda: grpo.update(policy, optimizer, plans, cfg, where))
@@ -148,6 +150,8 @@ def main() -> None:
     p.add_argument("--updates", type=int, default=3, help="timed updates a setting")
     p.add_argument("--reference", action="store_true", help="hold a bf16 reference and time its pass too")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
+    p.add_argument("--static", action="store_true", help="compile every length by itself")
+    p.add_argument("--row-multiple", type=int, default=M.ROW_MULTIPLE, help="rows are padded to a multiple of it")
     p.add_argument("--gather-each", action="store_true", help="cast and gather weights for every pass")
     p.add_argument("--offload", action="store_true", help="weights and optimizer in host memory")
     p.add_argument("--profile", default="", help="write a profile of one more update to this file")
