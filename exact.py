@@ -246,15 +246,22 @@ def _own_scores(queries: Tensor, shards: Sequence, pair_query: Tensor, pair_row:
     return out
 
 
+def _reduced(values: Tensor, how: dist.ReduceOp, group: dist.ProcessGroup | None) -> Tensor:
+    """`values` of all ranks of a group, joined on the CPU: a few thousand numbers, apart from what a trainer sends."""
+    joined = values.cpu()
+    dist.all_reduce(joined, how, group=group)
+    return joined.to(values.device)
+
+
 @torch.no_grad()
 def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence[int]], cutoff: int = 100,
-                     first: int | None = None) -> list:
+                     first: int | None = None, group: dist.ProcessGroup | None = None) -> list:
     """Rank of the best gold of every query among all M passages, without a top-k: product, comparison, count.
 
     queries: (Q, D) float32; shards: as in `exact_search`, on a GPU as `place` gave them
     golds: Q non-empty lists of passage numbers
-    first: given, this is a collective: `shards` are the passages from that number on, other ranks hold the others,
-        queries and golds are the same everywhere; one sum of an integer a query joins what the ranks counted
+    first: given, this is a collective of `group`: `shards` are the passages from that number on, other ranks hold the
+        others, queries and golds are the same everywhere; one sum of an integer a query joins what the ranks counted
     → Q entries: 1-based rank, None beyond `cutoff`, FAILED where a score is NaN
     """
     _check_size(queries, shards)
@@ -269,7 +276,7 @@ def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence
     gold_score[here] = _own_scores(queries, shards, pair_query[here], pair_row[here])
     for _ in range(3):
         if across:
-            dist.all_reduce(gold_score, dist.ReduceOp.MAX)
+            gold_score = _reduced(gold_score, dist.ReduceOp.MAX, group)
         best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, pair_query, gold_score, "amax")  # (Q,)
         count, failed, seen = count_all(queries, shards, best, pair_query[here], pair_row[here])
         own = gold_score[here] if seen is None else seen
@@ -278,7 +285,7 @@ def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence
         moved[pair_query[here]] = (own != gold_score[here]) & ~failed[pair_query[here]]
         count += (failed.long() << 40) + (moved.long() << 50)
         if across:
-            dist.all_reduce(count)
+            count = _reduced(count, dist.ReduceOp.SUM, group)
         if not bool((count >> 50).any()):
             break
         gold_score = torch.full_like(gold_score, -math.inf)

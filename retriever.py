@@ -842,8 +842,8 @@ class DenseRetriever:
         (vectors, golds), own = self._of_all_ranks(self.encode_queries(queries).cpu(), golds)
         out: list = []
         for part in vectors.to(self.device).split(2048):
-            out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff,
-                                    self.first if self.across else None)
+            across = (self.first, self.group) if self.across else ()
+            out += exact_gold_ranks(part, self.shards, golds[len(out):len(out) + len(part)], cutoff, *across)
         return out[own]
 
 
