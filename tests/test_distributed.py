@@ -2,7 +2,7 @@
 
 One gloo group of one process lives in this pytest process; two processes are started by torchrun, once for all their checks
 (`TWO` below), with the reference computed here by a plain model.  The sync and checkpoint cases of the shared list whose
-feature comes later (LoRA: syn-05, syn-09) or lives in another file (syn-13, ckp-02: grpo; syn-15: rollout) are tested there.
+feature lives in another file (syn-05, syn-09: test_lora; syn-13, ckp-02: grpo; syn-15: rollout) are tested there.
 """
 
 from __future__ import annotations
