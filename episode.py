@@ -184,6 +184,7 @@ def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling |
         if budget < 1:
             raise RolloutError(f"prompt {i} has {len(prompt)} tokens, the model {context} positions; leave long "
                                "questions out, or give fewer examples")
+    task.tools.seconds = 0.0
     episodes = [Episode(list(prompt), [], [], [], group, "", sample)
                 for group, (prompt, s) in enumerate(zip(prompts, samplings)) for sample in range(s.n)]
     active = episodes
@@ -511,6 +512,10 @@ def open_task(name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConf
     server that does not answer, a chat template that tool results cannot be cut out of.
     """
     check_episode(cfg, name)
+    if retriever.across_ranks and not cfg.mcp:
+        raise ConfigError(f"retriever.across_ranks=true needs every rank to search at the same time, and in task={name} "
+                          "ranks have different numbers of rounds; serve the index (serve.py, retriever.kind=remote), or "
+                          "set it to false")
     shown = data.read_conversations(examples) if examples else []
     kind = {"search": SearchTask, "agent": AgentTask}[name]
     if cfg.mcp:

@@ -879,7 +879,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     _, sync_seconds = timed(where.device, wake_engine, run)
     rows = [r for part in D.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
     return {"step": step + 1, **reward_stats(rows), **stats, "lr": run.optimizer.param_groups[0]["lr"],
-            "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
+            **({"seconds_search": run.task.tools.seconds} if run.task else {}), "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
             "seconds_update": update_seconds, "seconds_sync": sync_seconds}, rows
 
 

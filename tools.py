@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -153,11 +154,11 @@ class RetrieverTools:
     def __init__(self, retriever, document: Callable[[str], dict], top_k: int, timeout: float, numbered: bool):
         """document: passage id → {"contents"} (serve.Texts.document); numbered: documents begin with their place."""
         self.retriever, self.document, self.top_k, self.timeout = retriever, document, top_k, timeout
-        self.numbered = numbered
+        self.numbered, self.seconds = numbered, 0.0  # spent in `run` since somebody set it to 0
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets its documents, or the reason of a technical failure."""
-        queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
+        queries, began = list(dict.fromkeys(call.arguments["query"] for call in calls)), time.perf_counter()
         if not queries:
             return
         try:
@@ -179,6 +180,7 @@ class RetrieverTools:
                 call.failure = shown[query]
             else:
                 call.documents, call.done = list(shown[query]), True
+        self.seconds += time.perf_counter() - began
 
     def _documents(self, hits: list | str) -> list[tuple[str, str]] | str:
         """(id, text) of one query's hits; the reason where they are no (id, score) pairs of this corpus."""
@@ -217,7 +219,7 @@ class MCPTools:
         except ImportError as e:
             raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): pip install -r requirements-serve.txt"
                               ) from e
-        self.target, self.timeout, self.at_once = target, timeout, at_once
+        self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
         self.loop = asyncio.new_event_loop()
         self.ready: Future = Future()
         threading.Thread(target=self._run, daemon=True, name="mcp").start()
@@ -264,6 +266,7 @@ class MCPTools:
         """Carry out calls: each gets what the server answered, or the reason of a technical failure."""
         if not calls:
             return
+        began = time.perf_counter()
         future = asyncio.run_coroutine_threadsafe(self._call_all(calls), self.loop)
         try:
             future.result(self.timeout * (2 + len(calls) / self.at_once))
@@ -272,6 +275,7 @@ class MCPTools:
             for call in calls:
                 if not call.done:
                     call.failure = call.failure or "the MCP client gave no answer"
+        self.seconds += time.perf_counter() - began
         failed = [call.failure for call in calls if call.failure]
         if failed:
             print(f"{len(failed)} of {len(calls)} tool calls failed: {failed[0]}", file=sys.stderr, flush=True)
