@@ -268,7 +268,7 @@ class _KVCache:
         self.rows, self.capacity, self.prefix_capacity, self.fused = rows, capacity, prefix_capacity, fused
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (K, prefix_capacity, D) keys and values
         self.slots: dict[int, tuple[Tensor, Tensor]] = {}  # layer → (rows, K, capacity, D), made by the first prompt
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # each row's newest token, not yet in its slot
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # each row's newest, not yet in its slot
         self.at = torch.zeros(rows, dtype=torch.int64, device=device)  # positions in use of each slot
         self.shared = torch.zeros((), dtype=torch.int64, device=device)  # prefix_length, where a kernel finds it
         self.index = torch.arange(rows, device=device)
@@ -770,7 +770,8 @@ class TorchEngine:
             torch.cuda.current_stream().wait_stream(side)
             pool = next(iter(cache.graphs.values()))[0].pool() if cache.graphs else None
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the card
+            # thread_local: other threads may use the card meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = compute()
             cache.graphs[rows] = graph, logits
         graph, logits = cache.graphs[rows]
@@ -876,7 +877,7 @@ class TorchEngine:
         self.sync_seconds = {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake` or a sync. The weights and a small cache stay."""
+        """Give memory back for training; `generate` refuses until `wake` or a sync. Weights and a small cache stay."""
         self.asleep = True
         if self.device.type == "cuda":
             if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
@@ -1081,7 +1082,8 @@ class VLLMEngine:
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
         times.append(time.perf_counter())
-        self.sync_seconds = {name: end - begin for name, begin, end in zip(("wake", "weights", "cache"), times, times[1:])}
+        phases = zip(("wake", "weights", "cache"), times, times[1:])
+        self.sync_seconds = {name: end - begin for name, begin, end in phases}
         self.asleep, self.unusable = False, ""
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

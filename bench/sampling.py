@@ -57,9 +57,10 @@ def measure(engine, args, model) -> dict:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     tokens, median = sum(len(r.response_ids) for r in rollouts), statistics.median(seconds[1:])
-    result = {"seconds": round(median, 3), "first_call_seconds": round(seconds[0], 3), "calls": [round(s, 3) for s in seconds],
+    result = {"seconds": round(median, 3), "calls": [round(s, 3) for s in seconds],  # the first is left out
               "tokens_per_second": round(tokens / median), "decode_steps": engine.stats.steps,
-              "ms_a_step": round(1000 * median / max(1, engine.stats.steps), 3), "response_tokens": tokens / len(rollouts)}
+              "ms_a_step": round(1000 * median / max(1, engine.stats.steps), 3),  # prompts included
+              "response_tokens": tokens / len(rollouts)}
     if cuda:
         free, total = torch.cuda.mem_get_info()
         result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
@@ -113,18 +114,20 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
             engine = open_engine(EngineConfig("vllm", args.batch, args.gpu_memory),
-                                 shapes.write_config_folder(args.shape, folder), None, [], shapes.WORDS, device, longest,
-                                 dtype=dtype, weights=False)
+                                 shapes.write_config_folder(args.shape, folder), None, [], shapes.WORDS, device,
+                                 longest, dtype=dtype, weights=False)
             made = time.perf_counter() - started
             engine.sync_weights(model.named_parameters())
             results["vllm"] = {"start_seconds": round(made, 2), **measure(engine, args, model)}
-    sizes = {k: getattr(args, k) for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
+    sizes = {k: getattr(args, k)
+             for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
     floor = floor_seconds(args)
     if floor:
         for row in results.values():
             row["times_floor"] = round(row["seconds"] / floor["total"], 2)
         floor = {k: round(v, 5) for k, v in floor.items()}
-    shapes.report({**sizes, "parameters": shapes.parameters(args.shape), "floor_seconds": floor, "engines": results}, args.out)
+    shapes.report({**sizes, "parameters": shapes.parameters(args.shape), "floor_seconds": floor, "engines": results},
+                  args.out)
 
 
 if __name__ == "__main__":

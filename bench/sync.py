@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 bench/sync.py --shape 3b --engine vllm
 
 Phases: `wake` (memory back), `weights` (stream of full tensors), `cache` (keys and values back, prefix cache reset),
-`sleep`; `total` is what a training step waits for: sync_weights, wake and cache reset included.  The first round is left
-out; medians.  After the last one the engine's log-probabilities are compared with the policy's.
+`sleep`; `total` is what a training step waits for: sync_weights, wake and cache reset included.  The first round is
+left out; medians.  After the last one the engine's log-probabilities are compared with the policy's.
 
 Floor: the float32 masters are read and bf16 weights written once, 6 N bytes, at the card's data-sheet bandwidth.
 """
@@ -54,7 +54,7 @@ def main() -> None:
     prompts = [rng.choices(range(shapes.WORDS), k=128) for _ in range(8)]
     times: dict[str, list[float]] = {}
     for _ in range(args.rounds + 1):
-        timed(times, "total", lambda: engine.sync_weights(D.full_parameters(policy)))
+        timed(times, "total", lambda: engine.sync_weights(D.full_parameters(policy, dtype)))
         for phase, seconds in engine.sync_seconds.items():
             times.setdefault(phase, []).append(seconds)
         rollouts = engine.generate(prompts, Sampling(2, 0.7, 1.0, 32, seed=1))
@@ -64,10 +64,11 @@ def main() -> None:
         logprobs = token_logprobs(policy, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
     gap = (logprobs - batch.logprobs).abs()[batch.loss_mask.bool()]
     size, rate = shapes.parameters(args.shape), shapes.bandwidth()
-    result = {"shape": args.shape, "engine": args.engine, "processes": where.world, "tensor_parallel": args.tensor_parallel,
-              "parameters": size, "seconds": {k: round(statistics.median(v[1:]), 4) for k, v in times.items()},
+    result = {"shape": args.shape, "engine": args.engine, "processes": where.world,
+              "tensor_parallel": args.tensor_parallel, "parameters": size, "seconds": {k: round(statistics.median(v[1:]), 4) for k, v in times.items()},
               "rounds": {k: [round(s, 4) for s in v] for k, v in times.items()},
-              "floor_seconds": rate and round(6 * size / rate, 4), "gap_mean": float(gap.mean()), "gap_max": float(gap.max())}
+              "floor_seconds": rate and round(6 * size / rate, 4), "gap_mean": float(gap.mean()),
+              "gap_max": float(gap.max())}
     if cuda:
         free, total = torch.cuda.mem_get_info()
         result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),

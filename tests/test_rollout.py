@@ -685,7 +685,8 @@ def test_fused_norms_change_nothing(kind):
 def test_decode_kernel_equals_softmax_in_tritons_interpreter():
     """In a process of its own: the interpreter has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    code = f"import sys; sys.path[:0] = {sys.path[:2]!r}; import test_rollout as t; t.check_decode_kernel('cpu', [t.torch.float32])"
+    code = (f"import sys; sys.path[:0] = {sys.path[:2]!r}; import test_rollout as t; "
+            "t.check_decode_kernel('cpu', [t.torch.float32])")
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
                           text=True, timeout=300)
     if "only 0-dimensional arrays" in done.stderr:
@@ -715,8 +716,8 @@ def check_decode_kernel(device, dtypes):
                     slot[r, :, :n] = random(n_kv, n, d)
             out = decode_attention(q, k, v, slots, prefix, at.to(device), torch.tensor(shared, device=device), d**-0.5)
             for r, n in enumerate(at.tolist()):
-                keys, values = (torch.cat([p[:, :shared], s[r, :, :n], new[r]], 1).float().repeat_interleave(heads // n_kv, 0)
-                                for p, s, new in zip(prefix, slots, (k, v)))
+                keys, values = (torch.cat([p[:, :shared], s[r, :, :n], new[r]], 1).float()
+                                .repeat_interleave(heads // n_kv, 0) for p, s, new in zip(prefix, slots, (k, v)))
                 expected = (q[r].float() @ keys.transpose(1, 2) * d**-0.5).softmax(-1) @ values
                 assert (out[r].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
                 assert torch.equal(slots[0][r, :, n], k[r, :, 0]) and torch.equal(slots[1][r, :, n], v[r, :, 0])
@@ -734,8 +735,8 @@ def on_gpu(kind="qwen2", eos=(2,), max_batch=64, dtype=torch.float32, tied=True,
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_graphs_equal_eager_and_transformers(kind):
-    """float32: greedy tokens are the same with CUDA graphs, without, and from transformers' generate, whatever leaves and
-    joins; log-probabilities are the trainer's."""
+    """float32: tokens are the same with CUDA graphs, without, and on a CPU, whatever leaves and joins; log-probabilities
+    are the trainer's."""
     prompts, samplings = ragged()
     graphs, eager = (on_gpu(kind, range(100, 120), graphs=g) for g in (True, False))
     for max_batch in (64, 16, 5):
@@ -764,7 +765,8 @@ def test_graphs_see_synced_weights_and_survive_sleep():
     assert texts(e.generate(PROMPTS, s)) == texts(TorchEngine(other, [2], 0, graphs=False).generate(PROMPTS, s)) != old
     assert e._cache is cache  # small: it stays, and its graphs with it
     long = e.generate([[7] * 300, [8] * 200], Sampling(n=40, temperature=0, max_tokens=9))  # a larger cache, new graphs
-    assert texts(long)[0] == texts(TorchEngine(other, [2], 0, graphs=False).generate([[7] * 300], Sampling(temperature=0, max_tokens=9)))[0]
+    alone = TorchEngine(other, [2], 0, graphs=False).generate([[7] * 300], Sampling(temperature=0, max_tokens=9))
+    assert texts(long)[0] == texts(alone)[0]
 
 
 @pytest.mark.gpu
@@ -772,7 +774,8 @@ def test_graphs_end_responses_like_eager():
     """EOS, stop strings and logits that are no numbers inside a block of steps."""
     e, plain = (on_gpu(eos=(77,), tied=False, graphs=g) for g in (True, False))
     s = Sampling(n=4, temperature=0.9, max_tokens=40, seed=2, stop=("a", "Q"))
-    assert [(r.response_ids, r.end) for r in e.generate(PROMPTS, s)] == [(r.response_ids, r.end) for r in plain.generate(PROMPTS, s)]
+    got, expected = (x.generate(PROMPTS, s) for x in (e, plain))
+    assert [(r.response_ids, r.end) for r in got] == [(r.response_ids, r.end) for r in expected]
     clean = e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=20))
     with torch.no_grad():
         for x in (e, plain):
@@ -784,7 +787,7 @@ def test_graphs_end_responses_like_eager():
 
 @pytest.mark.gpu
 def test_graphs_of_compiled_layers():
-    """bfloat16 and compiled: the trainer's log-probabilities up to its rounding; all row counts share one compilation."""
+    """bfloat16 and compiled, for several row counts: the trainer's log-probabilities up to rounding."""
     e = on_gpu(dtype=torch.bfloat16, compiled=True)
     for n in (1, 3, 12):
         rollouts = e.generate(PROMPTS, Sampling(n=n, temperature=0.7, max_tokens=20, seed=1))
