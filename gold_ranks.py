@@ -17,17 +17,14 @@ Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of i
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (mbarrier, tma, warpgroup_mma, warpgroup_mma_init,
                                                               warpgroup_mma_wait)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE_Q, TILE_M, TILE_D, STAGES = 128, 256, 64, 4  # of a tile: queries, passages, columns of one part; parts in flight
+TILE_M, TILE_D, STAGES = 256, 64, 4  # passages of a tile of 128 queries, columns of one part, parts in flight
 
 
 @gluon.jit
@@ -59,16 +56,18 @@ def _count(half: gl.constexpr, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr
     tiles_q = gl.cdiv(n_queries, 128)
     tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
     step = 0
+    scores = gl.zeros((64, TILE_M), gl.float32, layout=layout)
     for tile in range(gl.program_id(0), tiles, programs):
         q0 = tile % tiles_q * 128
         rows = q0 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         here = rows < n_queries
-        scores = warpgroup_mma_init(gl.zeros((64, TILE_M), gl.float32, layout=layout))
+        gold = gl.load(gold_ptr + rows, mask=here, other=0.0)  # early: it comes while the tile is multiplied
+        scores = warpgroup_mma_init(scores)
         for column in range(0, D, TILE_D):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
             scores = warpgroup_mma(q_bufs.index(2 * slot + half), p_bufs.index(slot).permute((1, 0)), scores,
-                                   is_async=True)
+                                   use_acc=column > 0, is_async=True)
             scores = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(scores,)))  # the part before is multiplied
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=column > 0)
             step += 1
@@ -79,7 +78,6 @@ def _count(half: gl.constexpr, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr
             own = gl.sum(gl.where(rows.expand_dims(1) == passage.expand_dims(0), scores, 0.0), 1)
             gl.store(gold_ptr + rows, own, mask=here)
         else:
-            gold = gl.load(gold_ptr + rows, mask=here, other=0.0)
             count = gl.sum((scores >= gold.expand_dims(1)).to(gl.int32), 1)
             beyond = gl.maximum(tile // tiles_q * TILE_M + TILE_M - n_passages, 0)  # rows of zeros below the last
             count -= gl.where(gold <= 0, beyond, 0)
@@ -121,54 +119,13 @@ def specialised(q_desc, p_desc, gold_ptr, count_ptr, n_queries, n_passages, prog
                  TILE_M, TILE_D, STAGES, OWN))], [4, 1], [240, 24])
 
 
-@triton.jit
-def pipelined(q_desc, p_desc, gold_ptr, count_ptr, n_queries, n_passages, programs, D: tl.constexpr,
-              TILE_Q: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr, OWN: tl.constexpr,
-              FLATTEN: tl.constexpr):
-    """As `specialised`, with the pipeline left to the compiler."""
-    tiles_q = tl.cdiv(n_queries, TILE_Q)
-    tiles = tiles_q if OWN else tiles_q * tl.cdiv(n_passages, TILE_M)
-    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=FLATTEN):
-        q0 = tile % tiles_q * TILE_Q
-        p0 = q0 // TILE_M * TILE_M if OWN else tile // tiles_q * TILE_M
-        scores = tl.zeros((TILE_Q, TILE_M), tl.float32)
-        for column in range(0, D, TILE_D):
-            scores = tl.dot(q_desc.load([q0, column]), p_desc.load([p0, column]).T, scores)
-        rows = q0 + tl.arange(0, TILE_Q)
-        here = rows < n_queries
-        if OWN:  # pair i is query i and passage i
-            own = tl.sum(tl.where(rows[:, None] == (p0 + tl.arange(0, TILE_M))[None, :], scores, 0.0), 1)
-            tl.store(gold_ptr + rows, own, mask=here)
-        else:
-            gold = tl.load(gold_ptr + rows, mask=here, other=0.0)
-            count = tl.sum((scores >= gold[:, None]).to(tl.int32), 1)
-            beyond = tl.maximum(p0 + TILE_M - n_passages, 0)  # rows of zeros below the last
-            count -= tl.where(gold <= 0, beyond, 0)
-            tl.atomic_add(count_ptr + rows, count, mask=here, sem="relaxed")
-
-
-def _programs(tensor: Tensor) -> int:
-    """Blocks that stay: one on every multiprocessor (the interpreter of the tests has none)."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 2
-
-
 def _run(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bool) -> None:
-    layout = [gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16) for rows in (64, TILE_M)]
-    q_desc = GluonDescriptor.from_tensor(queries, [64, TILE_D], layout[0])
-    p_desc = GluonDescriptor.from_tensor(passages, [TILE_M, TILE_D], layout[1])
-    programs = _programs(queries)
+    layouts = [gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16) for rows in (64, TILE_M)]
+    q_desc = TensorDescriptor.from_tensor(queries, [64, TILE_D], layouts[0])
+    p_desc = TensorDescriptor.from_tensor(passages, [TILE_M, TILE_D], layouts[1])
+    programs = torch.cuda.get_device_properties(queries.device).multi_processor_count
     specialised[(programs,)](q_desc, p_desc, gold, count, len(queries), len(passages), programs, queries.shape[1],
                              TILE_M, TILE_D, STAGES, own, num_warps=4, maxnreg=168)
-
-
-def run_pipelined(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bool, tile_q: int = 128,
-                  tile_m: int = 256, tile_d: int = 64, warps: int = 8, stages: int = 3, flatten: bool = True,
-                  blocks: int = 1) -> None:
-    q_desc = TensorDescriptor.from_tensor(queries, [tile_q, tile_d])
-    p_desc = TensorDescriptor.from_tensor(passages, [tile_m, tile_d])
-    programs = _programs(queries) * blocks
-    pipelined[(programs,)](q_desc, p_desc, gold, count, len(queries), len(passages), programs, queries.shape[1],
-                           tile_q, tile_m, tile_d, own, flatten, num_warps=warps, num_stages=stages)
 
 
 def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
