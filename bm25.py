@@ -49,8 +49,8 @@ STOP_WORDS = frozenset("a an and are as at be but by for if in into is it no not
 # Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9), keeping what holds a letter, digit,
 # ideograph or emoji.  Here are two forms of its grammar: over ASCII text itself, and over a text's classes, one letter
 # a character (CLASSES).  The `regex` module's word boundaries (\b with the WORD flag) would not do: they are of a newer
-# Unicode (a colon inside a word parts it), break Thai elsewhere, and are boundaries, not words.  Characters younger than
-# Unicode 9 are words here and unknown to Lucene 9.
+# Unicode (a colon inside a word parts it), break Thai elsewhere, and are boundaries, not words.  Characters younger
+# than Unicode 9 are words here and unknown to Lucene 9.
 ASCII_WORD = re.compile(r"_*[A-Za-z0-9]\w*(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
                         re.ASCII)
 

@@ -374,7 +374,8 @@ def main(cfg: BenchConfig) -> dict:
               **result, "anserini_jar": Path(cfg.jar).name, "versions": {p: version(p) for p in (
                   "numpy", "bm25s", "PyStemmer", "regex", "numba", "JPype1") if has(p)},
               "python": platform.python_version(), "platform": platform.platform(),
-              "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg(), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+              "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg(),
+              "date": time.strftime("%Y-%m-%d %H:%M:%S"),
               "commit": subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], stdout=subprocess.PIPE,
                                        text=True, check=False).stdout.strip()}
     if cfg.out:

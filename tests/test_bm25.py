@@ -94,7 +94,8 @@ def test_porter_is_pystemmers_but_for_its_three_departures():
     rng, stem = random.Random(1), Stemmer.Stemmer("porter").stemWord
     parts = ("a b c d e f g i k l m n o p r s t u v w x y z th ch qu ll ss tt ed ing s es ies ational tional enci "
              "izer alli entli eli ousli ization ation ator alism iveness fulness ousness aliti iviti biliti icate "
-             "ative alize iciti ical ful ness ance ence able ible ant ement ment ent ion ism ate iti ous ive ize y").split()
+             "ative alize iciti ical ful ness ance ence able ible ant ement ment ent ion ism ate iti ous ive ize "
+             "y").split()
     compared = 0
     for _ in range(20000):
         word = "".join(rng.choices(parts, k=rng.randint(1, 5)))
