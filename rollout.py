@@ -839,7 +839,6 @@ class TorchEngine:
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy (Hugging Face name, full tensor) pairs into the engine, cast to its dtype; the source is only read.
 
-        A sleeping engine wakes.
         Wrapper parts of the names are dropped (`hf_name`). A tied head needs one of its names. Raises RolloutError
         for an unknown name, a wrong shape, a tied pair with two values, and for what is missing at the end. The
         tensors come as a stream, so an error may leave some of them copied: the engine then refuses to generate until
@@ -873,11 +872,10 @@ class TorchEngine:
             raise RolloutError(
                 f"the sync lacked {len(missing)} of {len(targets)} weights, {missing[0]!r} first: send all of them"
             )
-        self.unusable, self.asleep = "", False
-        self.sync_seconds = {"weights": time.perf_counter() - started}
+        self.unusable, self.sync_seconds = "", {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake` or a sync. Weights and a small cache stay."""
+        """Give memory back for training; `generate` refuses until `wake`. Weights and a small cache stay."""
         self.asleep = True
         if self.device.type == "cuda":
             if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
@@ -930,6 +928,7 @@ class VLLMEngine:
         self.cuda = torch.cuda.is_available()
         self.stats, self.asleep = GenerateStats(), False
         self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
+        self.holds_weights = True  # the memory for them; not while it sleeps, on a GPU
         self.unusable = "" if weights else "the engine has no weights so far; sync_weights brings them"
         joined, self.rank, self.group = torch.distributed.is_initialized(), 0, None
         if tensor_parallel > 1:
@@ -1064,27 +1063,23 @@ class VLLMEngine:
 
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As TorchEngine.sync_weights, streamed into vLLM; wakes the engine and drops what it remembers of prompts."""
+        """As TorchEngine.sync_weights, streamed into vLLM, which drops what it remembers of prompts."""
         self.unusable = _HALF_COPIED
         times = [time.perf_counter()]
-        if self.asleep and self.cuda:
+        if self.asleep and not self.holds_weights:
             torch.cuda.empty_cache()
             self.llm.wake_up(["weights"])
+            self.holds_weights = True
         times.append(time.perf_counter())
         _load_into_vllm(self.llm, self.model, self._checked(named_tensors), self.cuda, bool(self.tied))
-        if self.cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        if self.asleep and self.cuda:
-            torch.cuda.empty_cache()  # full tensors of the sharded policy, gathered one by one
-            self.llm.wake_up(["kv_cache"])
         # keys and values of the old weights would stay, and be 7 to 13 nats wrong
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
+        if self.cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter())
-        phases = zip(("wake", "weights", "cache"), times, times[1:])
-        self.sync_seconds = {name: end - begin for name, begin, end in phases}
-        self.asleep, self.unusable = False, ""
+        self.sync_seconds = {"wake": times[1] - times[0], "weights": times[2] - times[1]}
+        self.unusable = ""
 
     def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The pairs under their Hugging Face names, each weight once; RolloutError for a set that does not fit."""
@@ -1121,14 +1116,16 @@ class VLLMEngine:
         """Give the card's memory back for training: on a GPU weights, keys and values go, and a sync has to follow."""
         if not self.asleep and self.cuda:
             self.llm.sleep(level=2)
-            self.unusable = "the engine's weights went when it slept; sync_weights brings them back and wakes it"
+            self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
+            self.holds_weights = False
         self.asleep = True
 
     def wake(self) -> None:
-        """Take the memory again (sync_weights does so by itself)."""
+        """Take the memory again, the weights' too where no sync has done so."""
         if self.asleep and self.cuda:
             torch.cuda.empty_cache()
-            self.llm.wake_up()
+            self.llm.wake_up(["kv_cache"] if self.holds_weights else None)
+            self.holds_weights = True
         self.asleep = False
 
 

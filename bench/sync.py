@@ -3,8 +3,8 @@
     python bench/sync.py --shape 3b --engine vllm
     torchrun --nproc-per-node 2 bench/sync.py --shape 3b --engine vllm
 
-Phases: `wake` (memory back), `weights` (stream of full tensors), `cache` (keys and values back, prefix cache reset),
-`sleep`; `total` is what a training step waits for: sync_weights, wake and cache reset included.  The first round is
+Phases: `wake` (memory of the weights back), `weights` (stream of full tensors, prefix cache reset), `cache` (memory of
+keys and values back), `sleep`; `total` is what a training step waits for, the first three together.  The first round is
 left out; medians.  After the last one the engine's log-probabilities are compared with the policy's.
 
 Floor: the float32 masters are read and bf16 weights written once, 6 N bytes, at the card's data-sheet bandwidth.
@@ -54,9 +54,11 @@ def main() -> None:
     prompts = [rng.choices(range(shapes.WORDS), k=128) for _ in range(8)]
     times: dict[str, list[float]] = {}
     for _ in range(args.rounds + 1):
-        timed(times, "total", lambda: engine.sync_weights(D.full_parameters(policy, dtype)))
+        timed(times, "sync", lambda: engine.sync_weights(D.full_parameters(policy, dtype)))
         for phase, seconds in engine.sync_seconds.items():
             times.setdefault(phase, []).append(seconds)
+        timed(times, "cache", engine.wake)
+        times.setdefault("total", []).append(times["sync"][-1] + times["cache"][-1])
         rollouts = engine.generate(prompts, Sampling(2, 0.7, 1.0, 32, seed=1))
         timed(times, "sleep", engine.sleep)
     batch = collate_rollouts(rollouts, [0.0] * len(rollouts), shapes.WORDS).to(where.device)

@@ -604,8 +604,7 @@ def test_open_engine_with_and_without_the_folders_weights(tmp_path):
     assert full.max_length == bare.max_length == 128 and full.max_batch == 8 and full.gap_limit == 0.02
     s = Sampling(temperature=0, max_tokens=8)
     assert texts(full.generate(PROMPTS, s)) != texts(bare.generate(PROMPTS, s))
-    bare.sleep()
-    bare.sync_weights(model.named_parameters())  # wakes it
+    bare.sync_weights(model.named_parameters())
     assert texts(full.generate(PROMPTS, s)) == texts(bare.generate(PROMPTS, s))
     assert R.open_engine(EngineConfig(gap_limit=0.5), *arguments).gap_limit == 0.5
 
@@ -762,6 +761,7 @@ def test_graphs_see_synced_weights_and_survive_sleep():
     cache = e._cache
     e.sleep()
     e.sync_weights(other.named_parameters())
+    e.wake()
     assert texts(e.generate(PROMPTS, s)) == texts(TorchEngine(other, [2], 0, graphs=False).generate(PROMPTS, s)) != old
     assert e._cache is cache  # small: it stays, and its graphs with it
     long = e.generate([[7] * 300, [8] * 200], Sampling(n=40, temperature=0, max_tokens=9))  # a larger cache, new graphs

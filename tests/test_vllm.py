@@ -228,7 +228,10 @@ def test_sleep_and_wake(vllm):
     with pytest.raises(RolloutError, match="sleep|slept"):
         engine.generate(PROMPTS, Sampling())
     engine.sleep()  # twice is once
-    engine.sync_weights(model.named_parameters())  # wakes it
+    engine.sync_weights(model.named_parameters())  # weights may come while it sleeps
+    with pytest.raises(RolloutError, match="sleeps"):
+        engine.generate(PROMPTS, Sampling())
+    engine.wake()
     assert gap(model, engine.generate(PROMPTS, Sampling(max_tokens=8), lambda *a: calls.append(a)), 1.0) < LIMIT
     assert calls[-1][:2] == (5, 5) and calls[-1][2] > 0
     engine.sleep()
