@@ -277,8 +277,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         check_episode(cfg.episode, cfg.task)
         need(cfg.episode.gold_reward == "none" or bool(cfg.qrels), f"episode.gold_reward={cfg.episode.gold_reward} needs "
                                                                    "the gold passages: give qrels=[FILE, …]")
-    need(cfg.lora.dropout == 0, f"lora.dropout={cfg.lora.dropout}: with dropout the trainer's log-probabilities are not "
-                                "those of the policy that sampled, and the ratio is noise; set lora.dropout=0")
+    need(cfg.lora.dropout == 0, f"lora.dropout={cfg.lora.dropout}: with dropout the trainer's log-probabilities are "
+                                "not those of the policy that sampled, and the ratio is noise; set lora.dropout=0")
     need(0 < cfg.clip_eps < 1, f"clip_eps={cfg.clip_eps} must lie between 0 and 1")
     need(cfg.importance_cap is None or cfg.importance_cap >= 1,
          f"importance_cap={cfg.importance_cap} must be at least 1, or null")
@@ -851,8 +851,8 @@ def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> N
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's and "
-                      f"{start_gap:.4g} from the starting policy's: the weights that are sent do not reach it; mend the "
-                      "weight sync")
+                      f"{start_gap:.4g} from the starting policy's: the weights that are sent do not reach it; mend "
+                      "the weight sync")
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:

@@ -2,9 +2,9 @@
 learning-rate schedule.
 
 Needs torch and transformers alone, and peft where an adapter is trained.  Log-probabilities are computed at the
-sampling temperature, in float32, in chunks whose logits are recomputed in the backward pass, so that a (B, T, V) tensor never
-exists: at V = 152k and 8 x 700 tokens it would take 3.4 GB, and as much again for its gradient.  Sequences go through
-the decoder without padding, the prompt of a group once (`pack`).
+sampling temperature, in float32, in chunks whose logits are recomputed in the backward pass, so that a (B, T, V) tensor
+never exists: at V = 152k and 8 x 700 tokens it would take 3.4 GB, and as much again for its gradient.  Sequences go
+through the decoder without padding, the prompt of a group once (`pack`).
 
 Shapes: B sequences, T predicted positions, D hidden size, V vocabulary; R rows of S tokens, as they are laid out; M
 wanted tokens; H query heads, K key/value heads.
@@ -529,8 +529,8 @@ def _adapter_weights(folder: str) -> dict[str, Tensor]:
         raise ModelError(f"{path}: {_first_line(e)}; an adapter's folder holds its weights there (of an older .bin: "
                          "load and save it with peft once)") from e
     if odd := [name for name in state if not _WEIGHT.fullmatch(name)]:
-        raise ModelError(f"{path}: {odd[0]} is no weight of a LoRA of linear layers; merge the adapter with the program "
-                         "that made it, and give the merged folder")
+        raise ModelError(f"{path}: {odd[0]} is no weight of a LoRA of linear layers; merge the adapter with the "
+                         "program that made it, and give the merged folder")
     return {_WEIGHT.sub(rf"\1.\2.{ADAPTER}.weight", name): value.float() for name, value in state.items()}
 
 

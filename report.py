@@ -5,8 +5,8 @@
     trajectory_stats.json     the same figures; `statistics` documents the schema
     trajectory_stats.md       the same tables in Markdown
     trajectory_stats.png      distributions, where matplotlib is installed
-    trajectory_success.jsonl  the successful rows, unchanged; `well_formed`, `min_calls`, `per_question`, `balance_by` and
-                              `cap` leave fewer of them
+    trajectory_success.jsonl  the successful rows, unchanged; `well_formed`, `min_calls`, `per_question`, `balance_by`
+                              and `cap` leave fewer of them
     openai.jsonl, swift.jsonl the same rows as `export` names them, for other trainers
 
 `run=FOLDER` (of grpo.py or sft.py): `report.html` in that folder, one page without anything to load: a curve of every
@@ -166,7 +166,7 @@ def tables(s: dict) -> list[Table]:
     if s["well_formed"] is not None:
         summary.append(["well formed", f"{100 * s['well_formed']:.1f} %"])
     scores = [[name, f"{m['mean']:.3f} ± {m['stdev']:.3f}",
-               "–" if m["ci95"] is None else f"[{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]"] for name, m in metrics.items()]
+               "–" if m["ci95"] is None else "[{:.3f}, {:.3f}]".format(*m["ci95"])] for name, m in metrics.items()]
     thoughts = s["reasoning"]
     dynamics = [line("rounds", s["rounds"], 2), line("tool calls", s["tool_calls"], 2),
                 ["tool calls in all", str(s["tool_calls"]["total"]), "", ""],
@@ -226,7 +226,7 @@ def plot(s: dict, title: str, path: str) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------- a file of trajectories
+# ------------------------------------------------------------------------------------------------ a file of trajectories
 
 def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
     """The successful rows that are kept.  DataError where a balance by type finds no type."""

@@ -577,8 +577,8 @@ def merge(cfg: SFTConfig, where: Dist) -> dict:
     gap = (logprobs[0] - logprobs[1]).gather(-1, logprobs[0].argmax(-1, keepdim=True)).abs().mean().item()
     same = (logprobs[0].argmax(-1) == logprobs[1].argmax(-1)).double().mean().item()
     if not gap <= MERGE_LIMIT[cfg.export_dtype]:
-        raise ModelError(f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in float32, or "
-                         "mend base_model_name_or_path in the adapter_config.json")
+        raise ModelError(f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in float32, "
+                         "or mend base_model_name_or_path in the adapter_config.json")
     return {"model": cfg.out, "base": base, "dtype": cfg.export_dtype, "gap": round(gap, 6), "same": round(same, 4)}
 
 

@@ -100,7 +100,7 @@ def _messages(messages: Any, where: str) -> list[dict]:
 # -------------------------------------------------------------------------------------------------------------- encode
 
 def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a trajectory: rows of infer.py by their sampled texts, others by the template.
+    """(token ids (T+1), loss mask (T)) of a trajectory: infer.py's rows by their sampled texts, others by the template.
 
     DataError: a template that leaves out what would be trained, or writes earlier turns anew.
     """
