@@ -500,7 +500,7 @@ def search_messages(question: str, examples: list[list[dict]] = (), instruction:
 
 def search_text(question: str, examples: list[list[dict]] = (), instruction: str = "") -> str:
     """The `search` prompt of a model without a chat template (a base model): one string that ends in `Assistant:`."""
-    shown = [f"{m['role'].capitalize()}: {m['content']}" for e in examples for m in e]
+    shown = [" ".join(f"{m['role'].capitalize()}: {m['content']}" for m in e) for e in examples]
     return "\n".join([instruction or SEARCH_DIALOGUE, *shown, f"User: {' '.join(question.split())} Assistant:"])
 
 

@@ -665,6 +665,8 @@ def test_base_models_get_one_string(tmp_path):
     e, = run_episodes(Script([THINK, ANSWER]), [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096)
     ids, mask = episode.encode_trajectory(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
     assert ids == e.prompt_ids + e.response_ids
+    shown = data.search_text("Where?", [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A."}]])
+    assert shown.endswith("\nUser: Who? Assistant: A.\nUser: Where? Assistant:")
     (tmp_path / "rules.txt").write_text("My rules.\n")
     assert search_task(instruction=str(tmp_path / "rules.txt")).messages("a")[0] == {"role": "system", "content": "My rules."}
 
@@ -971,7 +973,7 @@ def test_both_engines_give_the_same_greedy_episodes(world):
         assert (one.response_ids, one.loss_mask, one.end) == (two.response_ids, two.loss_mask, two.end)
         assert [c.arguments for c in one.calls] == [c.arguments for c in two.calls] and one.text == two.text
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), atol=5e-2, rtol=0)
-    assert sum(c.done for e in made[0] for c in e.calls) >= 6 and {e.end for e in made[0]} >= {"answered"}
+    assert sum(bool(r.injected) for e in made[0] for r in e.rounds) >= 6 and "answered" in {e.end for e in made[0]}
 
 
 def test_inference_writes_trajectories_and_goes_on_where_it_was(world, monkeypatch):
