@@ -266,33 +266,33 @@ def exact_gold_ranks(queries: Tensor, shards: Sequence, golds: Sequence[Sequence
     """
     _check_size(queries, shards)
     n, device, across = len(queries), queries.device, first is not None
-    first, local = first or 0, sum(map(len, shards))
-    pairs = [(q, row) for q, gold in enumerate(golds) for row in dict.fromkeys(gold)]  # P of them
-    pair_query, pair_row = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2).T  # (P,), (P,)
-    pair_row = pair_row - first
-    here = ((pair_row >= 0) & (pair_row < local)).nonzero()[:, 0]  # the golds among this rank's passages
+    pairs = [(q, row) for q, gold in enumerate(golds) for row in dict.fromkeys(gold)]
+    pairs = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2) - torch.tensor([0, first or 0])
+    here = (pairs[:, 1] >= 0) & (pairs[:, 1] < sum(map(len, shards)))  # the golds among this rank's passages: P of them
+    pair_query, pair_row = pairs[here].to(device).T
+    all_query = pairs[:, 0].to(device)
+    own = _own_scores(queries, shards, pair_query, pair_row)  # (P,)
     count_all = _count_by_kernel if _kernel(queries, shards) else _count_by_blocks
-    gold_score = torch.full((len(pairs),), -math.inf, device=device)
-    gold_score[here] = _own_scores(queries, shards, pair_query[here], pair_row[here])
     for _ in range(3):
+        gold_score = own
         if across:
-            gold_score = _reduced(gold_score, dist.ReduceOp.MAX, group)
-        best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, pair_query, gold_score, "amax")  # (Q,)
-        count, failed, seen = count_all(queries, shards, best, pair_query[here], pair_row[here])
-        own = gold_score[here] if seen is None else seen
-        count.index_add_(0, pair_query[here], -(own >= best[pair_query[here]]).long())  # no gold counts
-        moved = torch.zeros_like(failed)
-        moved[pair_query[here]] = (own != gold_score[here]) & ~failed[pair_query[here]]
-        count += (failed.long() << 40) + (moved.long() << 50)
-        if across:
-            count = _reduced(count, dist.ReduceOp.SUM, group)
-        if not bool((count >> 50).any()):
+            gold_score = torch.full((len(pairs),), -math.inf)
+            gold_score[here] = own.cpu()
+            gold_score = _reduced(gold_score, dist.ReduceOp.MAX, group).to(device)
+        best = torch.full((n,), -math.inf, device=device).scatter_reduce(0, all_query, gold_score, "amax")  # (Q,)
+        count, failed, seen = count_all(queries, shards, best, pair_query, pair_row)
+        if seen is not None:
+            moved = (seen != own) & ~failed[pair_query]  # the first product rounded otherwise: once more, with these
+            count.index_add_(0, pair_query, moved.long() << 50)
+            own = seen
+        count.index_add_(0, pair_query, -(own >= best[pair_query]).long())  # no gold counts
+        count += failed.long() << 40
+        counts = (_reduced(count, dist.ReduceOp.SUM, group) if across else count).tolist()
+        if not any(c >> 50 for c in counts if c > 0):
             break
-        gold_score = torch.full_like(gold_score, -math.inf)
-        gold_score[here] = own
     else:
         raise RuntimeError("the same product gave three different results: this machine's arithmetic can't rank")
-    if bool((count < 0).any()):
+    if any(c < 0 for c in counts):
         raise RuntimeError("a gold was not counted among the passages that score at least as high as itself: this "
                            "machine's arithmetic can't rank")
-    return [FAILED if c >> 40 else c + 1 if c < cutoff else None for c in count.tolist()]
+    return [FAILED if c >> 40 else c + 1 if c < cutoff else None for c in counts]
