@@ -528,8 +528,11 @@ def _identity(model: nn.Module, tokenizer: Any, encoder: Encoder) -> dict:
 
 
 def _sha256(path: Path) -> str:
+    h = hashlib.sha256()
     with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        while part := f.read(1 << 20):
+            h.update(part)
+    return h.hexdigest()
 
 
 TASK, WINDOW = 2048, 16384  # passages that are tokenised together; that are sorted by length together

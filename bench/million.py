@@ -97,11 +97,7 @@ class Build:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    out = {}
-    for path in sorted(folder.iterdir()):
-        with open(path, "rb") as f:
-            out[path.name] = hashlib.file_digest(f, "sha256").hexdigest()
-    return out
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
 def memory(key: str) -> int:
