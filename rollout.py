@@ -1022,6 +1022,7 @@ class VLLMEngine:
                     detokenize=bool(s.stop),
                     skip_special_tokens=False,
                     logprobs=0,  # of the sampled token
+                    flat_logprobs=True,  # numbers in a list, not an object a token
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 engine.add_request(f"{p}/{i}", {"prompt_token_ids": prompt}, params)
@@ -1049,7 +1050,7 @@ class VLLMEngine:
     def _rollout(self, prompt: list[int], output, group_id: int) -> Rollout:
         """vLLM's output as a Rollout: its token ids and log-probabilities up to the first that is no number."""
         ids = [int(t) for t in output.token_ids]
-        logprobs = [float(at[token].logprob) for token, at in zip(ids, output.logprobs)]
+        logprobs = [float(output.logprobs.logprobs[i]) for i in output.logprobs.start_indices]
         count = next((j for j, x in enumerate(logprobs) if math.isnan(x)), len(ids))
         if count < len(ids) or not ids or output.finish_reason not in ("stop", "length"):
             end = "engine_error"
