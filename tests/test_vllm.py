@@ -204,6 +204,17 @@ def test_top_p_logprobs_are_renormalised(vllm):
 
 
 @pytest.mark.vllm
+def test_logits_that_are_no_numbers_are_an_engine_error(vllm):
+    engine, tied = vllm
+    model = model_of(tied)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    engine.sync_weights(model.named_parameters())
+    for r in engine.generate(PROMPTS[:2], Sampling(n=2, max_tokens=4)):
+        assert (r.response_ids, r.logprobs, r.loss_mask, r.end) == ([], [], [], "engine_error")
+
+
+@pytest.mark.vllm
 def test_bad_requests_are_refused_before_anything_runs(vllm):
     engine, tied = vllm
     engine.sync_weights(model_of(tied).named_parameters())
