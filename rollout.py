@@ -1,9 +1,12 @@
-"""Sampling: the embedded engine (plain PyTorch over a transformers model) and the training batch made of its rollouts.
+"""Sampling: two engines with the same methods and results, weight sync into them, and the training batch.
 
-The engine sees token ids only: no template and no tag is known here, and ids that were sampled are never encoded again.
-What it saves over `transformers.generate`: the longest common prefix of all prompts of a call is computed once and its
-keys and values are stored once; every other prompt token is computed once for all samples of the prompt; sequences that
-finish leave the batch at once and waiting ones take their places; log-probabilities come from the logits sampled from.
+`TorchEngine` is plain PyTorch over a transformers model and needs nothing else; `VLLMEngine` is vLLM in this process.
+Engines see token ids only: no template and no tag is known here, and ids that were sampled are never encoded again.
+
+What TorchEngine saves over `transformers.generate`: the longest common prefix of all prompts of a call is computed once
+and its keys and values are stored once; every other prompt token is computed once for all samples of the prompt;
+sequences that finish leave the batch and waiting ones take their places; log-probabilities come from the logits sampled
+from; on a GPU a decode step is a CUDA graph.
 
 Shapes: B sequences, T predicted positions, V vocabulary, R rows of the running batch, U prompts computed together,
 S positions, P length of the shared prefix, H query heads, K key/value heads, D head size, W = H / K.
