@@ -8,7 +8,7 @@
 | ConvSearch-R1 | POST /retrieve: queries, query_ids, topk | {"result": ranks}, -1: not found; or [ranks, scores] |
 | Search-R1 | POST /retrieve: queries, topk (no query_ids) | {"result": [[document or {"document", "score"}]]} |
 | ReSearch | GET /health, POST /search, /batch_search: query, top_n | documents {id, contents}, or [documents, scores] |
-| an agent | MCP tool `retrieve`: query; /mcp, or stdin and stdout | plain text; a bad query is a tool error, a failure MCP's |
+| an agent | MCP tool `retrieve`: query; /mcp, or stdin and stdout | plain text; tool error: bad query; MCP error: failure |
 | RemoteRetriever | POST /hits, /gold_ranks, /has_ids | (id, score) lists; ranks, "failed" for a NaN; booleans |
 
 Unlike theirs: ranks follow retriever.py's rule of order and every query has its own, under BM25 too; an unknown query

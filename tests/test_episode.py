@@ -960,14 +960,14 @@ def test_both_engines_give_the_same_greedy_episodes(world):
     """One greedy model, two engines: the same token lists, masks, searches and ends, and log-probabilities alike."""
     import rollout
     tok, made = M.load_tokenizer(str(world / "lm")), []
-    begun = ["", "<think>a", *(f"<think>a</think><search>alpha{i}" for i in range(6)), "<think>a</think> no", "<answer>"]
+    begun = ["", "<think>a", *(f"<think>a</think><search>alpha{i}" for i in range(6)), "<search>", "<answer>"]
     prompts = [[5] + tok(text)["input_ids"] for text in begun]
     for kind in ("torch", "vllm"):
         device = torch.device("cuda" if torch.cuda.is_available() and kind == "vllm" else "cpu")
         engine = rollout.open_engine(rollout.EngineConfig(kind=kind, gpu_memory=0.1), str(world / "lm"), tok, [EOS], 0, device,
                                      512, 0, torch.float32)
-        task = search_task(Search(lambda q, k: [[("p0", 1.0)] if "3" in x else [("p1", 2.0), ("p2", 1.0)] for x in q]), tok=tok,
-                           max_rounds=4, result_tokens=120)
+        task = episode.open_task("search", EpisodeConfig(top_k=1, max_rounds=4, result_tokens=120), tok,
+                                 RetrieverConfig(corpus=str(world / "corpus.jsonl")))
         made.append(run_episodes(engine, prompts, Sampling(temperature=0.0, max_tokens=400), task, 512))
     for one, two in zip(*made):
         assert (one.response_ids, one.loss_mask, one.end) == (two.response_ids, two.loss_mask, two.end)
