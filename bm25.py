@@ -256,7 +256,7 @@ def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
 
 SHARD = 1 << 17  # passages that are counted together: about 300 MB of working memory at 100 words each
 BLOCK = 1 << 24  # postings that are merged together
-PIECE = 1 << 14  # postings that are read together
+PIECE = 1 << 15  # postings that are read together
 
 
 @dataclass
@@ -720,7 +720,7 @@ class BM25Retriever:
     @staticmethod
     def _read(totals: np.ndarray, passages: np.ndarray, codes: np.ndarray, gains: np.ndarray,
               k: int | None) -> np.ndarray:
-        """Add a word's list to the totals → the passages' totals, or of a long list the largest of every few of them.
+        """Add a word's list to the totals → the passages' totals, or of a long list the largest of each few of them.
 
         Piece by piece, which keeps what is at work in the processor's cache.
         """
@@ -730,7 +730,7 @@ class BM25Retriever:
             scores = totals.take(at)
             scores += gains.take(codes[low:low + PIECE])
             totals[at] = scores
-            tops.append(scores if group <= 1 else scores[:len(scores) // group * group].reshape(-1, group).max(axis=1))
+            tops.append(scores if group <= 1 else scores[:len(scores) // group * group].reshape(group, -1).max(axis=0))
         return np.concatenate(tops)
 
     @staticmethod

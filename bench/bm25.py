@@ -138,7 +138,7 @@ def queries_of(folder: Path) -> Iterator[tuple[str, dict[str, str], dict]]:
 
 def compare(cfg: BenchConfig, theirs: dict, ours: dict, qrels: dict) -> dict:
     """How far two runs agree: {query id: [(id, score)]}."""
-    overlap, differences = [], []
+    overlap, differences, beyond_ties = [], [], 0
     same = dict.fromkeys((1, 10, 100), 0)
     for id_ in qrels:
         a, b = theirs.get(id_, []), ours.get(id_, [])
@@ -146,6 +146,7 @@ def compare(cfg: BenchConfig, theirs: dict, ours: dict, qrels: dict) -> dict:
         for k in same:
             same[k] += [i for i, _ in a[:k]] == [i for i, _ in b[:k]]
         scores = dict(b)
+        beyond_ties += [scores.get(i) for i, _ in a] != [score for _, score in b]  # not another order of equal scores
         differences += [abs(score - scores[i]) for i, score in a if i in scores]
     def by_place(run_: dict) -> dict:  # the order is the result: Anserini takes a little off a score that ties
         return {id_: [(i, -place) for place, (i, _) in enumerate(run_.get(id_, []))] for id_ in qrels}
@@ -153,7 +154,8 @@ def compare(cfg: BenchConfig, theirs: dict, ours: dict, qrels: dict) -> dict:
     left, right = evaluate_run(by_place(theirs), qrels), evaluate_run(by_place(ours), qrels)
     metrics = ("mrr", "ndcg@3", "recall@10", "recall@100")
     return {"queries": len(qrels), "overlap@100_mean": statistics.fmean(overlap), "overlap@100_least": min(overlap),
-            **{f"same_top{k}": n for k, n in same.items()}, "scores": len(differences),
+            **{f"same_top{k}": n for k, n in same.items()}, "lists_that_differ_beyond_ties": beyond_ties,
+            "scores": len(differences),
             "score_difference_mean": statistics.fmean(differences or [0]),
             "score_difference_most": max(differences or [0]),
             "anserini": {m: left[m] for m in metrics}, "ours": {m: right[m] for m in metrics},
