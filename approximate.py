@@ -1,9 +1,9 @@
-"""Approximate and compressed search by FAISS, beside an exact index: less memory or time for some of the passages found.
+"""Approximate and compressed search by FAISS beside an exact index: less memory or time, some passages not found.
 
 A file of its own because FAISS is optional: it is imported inside the functions, a GPU build of it is used where one is
 installed, and nothing else needs it.  The kind of index is FAISS's factory string: Flat, SQfp16 (half precision),
-IVF4096,Flat (only the nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph).  It lies in
-a folder of its own with its settings, and is opened with those.
+IVF4096,Flat (only the nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph).  It
+lies in a folder of its own with its settings, and is opened with those.
 
 Shapes: Q queries, M passages, D embedding size, K list length.
 """
@@ -26,8 +26,8 @@ def _faiss() -> Any:
     try:
         import faiss
     except ImportError as e:
-        raise RetrieverError("an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact search "
-                             "(faiss unset) needs nothing more") from e
+        raise RetrieverError("an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact "
+                             "search (faiss unset) needs nothing more") from e
     return faiss
 
 
@@ -59,12 +59,13 @@ def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory
         raise RetrieverError(f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
                              f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64") from e
     wanted = max(64 * getattr(index, "nlist", 0), 1 << 18)
-    rows, ends = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64)), np.cumsum([*map(len, shards)])
+    rows = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64))
+    ends = np.cumsum([len(shard) for shard in shards])
     sample = np.concatenate([shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
                              for shard, end in zip(shards, ends)]).astype(np.float32)
     if count < getattr(index, "nlist", 0):
-        raise RetrieverError(f"faiss is {factory!r} with {index.nlist} lists, but there are {count:,} passages; a list needs "
-                             "dozens of them. Give a smaller number of lists.")
+        raise RetrieverError(f"faiss is {factory!r} with {index.nlist} lists, but there are {count:,} passages; a list "
+                             "needs dozens of them. Give a smaller number of lists.")
     on_cpu, index = index, _on_gpus(faiss, index, factory)
     index.train(sample)
     for shard in shards:

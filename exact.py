@@ -3,12 +3,12 @@
 A file of its own because it knows no text: it takes vectors and numbers of passages, on a CPU or on GPUs, in memory or
 memory-mapped, and copies out alone (with gold_ranks.py for its kernel).
 
-Shards are fp16.  On a CPU a block of them becomes float32 and so does the product; on CUDA queries become fp16, products
-are summed in float32.  A block is small enough to stay in the cache of a CPU, so memory holds one block however large the
-index is, and a passage is read once for all queries.
+Shards are fp16.  On a CPU a block of them becomes float32 and so does the product; on CUDA queries become fp16 and
+products are summed in float32.  A block is small enough to stay in the cache of a CPU, so memory holds one block however
+large the index is, and a passage is read once for all queries.
 
-The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other passages
-whose score is at least the gold's.  Reward needs no list: product, comparison, count.
+The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other
+passages whose score is at least the gold's.  Reward needs no list: product, comparison, count.
 
 Shapes: Q queries, M passages, D embedding size, K list length, P pairs of a query and one of its golds.
 """
@@ -25,9 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from passages import RetrieverError
+from passages import FAILED, RetrieverError
 
-FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
 CPU_BLOCK, GPU_BLOCK = 1 << 19, 1 << 28  # numbers of a block of passages, in a CPU's cache; scores of one on a GPU
 
 
@@ -179,7 +178,7 @@ class _Best:
 def exact_search(queries: Tensor, shards: Sequence, k: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Best k of all passages by inner product, block by block: memory does not grow with M.
 
-    queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) integers, each id's place among all ids
+    queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) integers, each id's place among all
     → scores (Q, K), passage numbers (Q, K) with K = min(k, M), by (score descending, id ascending); (Q,) bool: NaN seen
     """
     _check_size(queries, shards)

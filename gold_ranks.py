@@ -1,15 +1,16 @@
 """The rank of a gold passage on a Hopper GPU: one kernel that multiplies, compares and counts.
 
-A file of its own because it needs Triton at import (exact.py imports it where there is a card that runs it).  Nothing is
-written but one integer a query.  The scores of a tile of 128 queries and 256 passages stay in the registers in which the
-tensor cores leave them, are compared with the score of each query's gold there, and the counts are added to the
+A file of its own because it needs Triton at import (exact.py imports it where there is a card that runs it).  Nothing
+is written but one integer a query.  The scores of a tile of 128 queries and 256 passages stay in the registers in which
+the tensor cores leave them, are compared with the score of each query's gold there, and the counts are added to the
 query's number.  Query tiles run fastest, so a passage comes from memory once and from the L2 cache for all other tiles.
 
 Three groups of warps share the work of a block, which lives as long as the kernel and takes every n-th tile: one thread
 fills buffers with the next parts of both matrices, two groups multiply 64 queries each.  They wait for
 buffers and not for each other, so one compares and counts while the other multiplies.
 
-The gold's own score comes out of the same code (`OWN`), in the same order of sums: rounding can't place it against itself.
+The gold's own score comes out of the same code (`OWN`), in the same order of sums: rounding can't place it against
+itself.
 
 Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of its golds.
 """
@@ -30,7 +31,7 @@ TILE_M, TILE_D, STAGES = 256, 64, 4  # passages of a tile of 128 queries, column
 @gluon.jit
 def _load(q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs,
           D: gl.constexpr, TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    """Keep the buffers filled: for every tile of this block and every TILE_D columns, 2 x 64 queries and the passages."""
+    """Keep the buffers filled: for every tile of this block and every TILE_D columns, 2 x 64 queries, the passages."""
     tiles_q = gl.cdiv(n_queries, 128)
     tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
     step = 0
@@ -136,7 +137,7 @@ def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
 
 
 def add_counts(count: Tensor, queries: Tensor, passages: Tensor, gold: Tensor) -> None:
-    """To count (Q,) int32 add, for queries (Q, D) fp16 and gold (Q,) float32, how many passages (M, D) fp16 score >= gold.
+    """Add to count (Q,) int32 how many passages (M, D) fp16 score at least gold (Q,) float32 for queries (Q, D) fp16.
 
     Nothing may be NaN or infinite (exact.py looks before).  D is a multiple of 8.
     """

@@ -1,8 +1,8 @@
 """The passages of an index: their ids on disk, one pass over a corpus, and the settings that an index folder keeps.
 
 A file of its own because the dense index, BM25 and worker processes share it: it needs numpy and the standard library
-alone, so a process that only reads and tokenises starts at once.  Nothing here grows in memory with the text of a corpus;
-at 54 million passages the ids take their text, 16 bytes a passage on disk, and what pages of it are in use in memory.
+alone, so a process that only reads and tokenises starts at once.  Nothing here grows in memory with the text of a
+corpus; at 54 million passages the ids take their text and 16 bytes a passage on disk, and what is in use in memory.
 
 Shapes: M passages.
 """
@@ -28,6 +28,7 @@ import numpy as np
 from data import Passage, atomic_write, located_passages, read_corpus
 
 
+FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
 
 
@@ -197,7 +198,7 @@ def check_k(k: int, name: str = "k") -> None:
         raise RetrieverError(f"{name} is {k}; it must be at least 1")
 
 
-# --------------------------------------------------------------------------------------------------------------- corpora
+# -------------------------------------------------------------------------------------------------------------- corpora
 
 def passages_of(corpus: str | os.PathLike | Iterable[Passage]) -> Iterator[Passage]:
     """The passages of a corpus: of a file, or as they are given."""
@@ -245,7 +246,7 @@ def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, begins: 
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ tokenising
+# ----------------------------------------------------------------------------------------------------------- tokenising
 
 _worker: dict = {}  # of a tokenising process: its corpus file, prefix and tokenizer
 
@@ -260,7 +261,7 @@ def _start_worker(corpus: str, prefix: str, tokenizer_json: str) -> None:
 
 
 def _work(start: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of `count` passages of the worker's file from a place on: one after the other, and how many each has."""
+    """Token ids of `count` passages of the worker's file from a place on, in a row, and how many each has."""
     rows = islice(located_passages(_worker["corpus"], start), count)
     texts = [_worker["prefix"] + passage.contents for _, _, passage in rows]
     rows = [np.array(e.ids, dtype=np.int32) for e in _worker["tokenizer"].encode_batch_fast(texts)]
@@ -291,7 +292,7 @@ def tokens_of(corpus: str, tasks: Sequence[tuple[tuple[int, int], int]], tokeniz
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-# --------------------------------------------------------------------------------------------------------- index folders
+# -------------------------------------------------------------------------------------------------------- index folders
 
 def read_meta(folder: Path) -> dict | None:
     """meta.json of an index folder; None where there is none."""

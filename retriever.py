@@ -27,11 +27,9 @@ import shutil
 import sys
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Literal, Sequence
@@ -49,7 +47,8 @@ from data import Passage, atomic_write, located_lines, located_passages, only_wr
 from distributed import cleanup, setup
 from exact import FAILED, exact_gold_ranks, exact_search, merge_best, place
 from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
-                      passages_of, read_ids, read_meta, survey, tokens_of, write_meta)
+                      read_ids, read_meta, survey, tokens_of, write_meta)
+from remote import RemoteRetriever, RetrieverAway  # noqa: F401  both are this module's names, too
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
 # copies out; it needs the imports above less those of this project (and a ValueError named RetrieverError): torch,
@@ -305,8 +304,8 @@ def pool(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, encoder: E
     return F.normalize(vectors, dim=-1) if encoder.normalise else vectors
 
 
-def _packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float,
-                      cu_seq_lens_q: Tensor, max_length_q: int, **_) -> tuple[Tensor, None]:
+def _packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None,
+                      scaling: float, cu_seq_lens_q: Tensor, max_length_q: int, **_) -> tuple[Tensor, None]:
     """Attention of packed texts: (1, H, T, d) each → (1, T, H, d); every text sees itself alone."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, d)
     if query.is_cuda:
@@ -320,7 +319,7 @@ def _packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     return out.unsqueeze(0), None
 
 
-PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # families that take positions and pass attention what it needs
+PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # families that take positions and pass our words on
 
 
 class PackedModel:
@@ -338,7 +337,7 @@ class PackedModel:
         self.first_position = model.config.max_position_embeddings - limit
         self.longest, self.compiled = min(longest, limit), compiled
         self.row = max(batch_tokens, self.longest)
-        self.texts = max(self.row // 64, 1)  # of a row at most: places for more would cost attention more than they save
+        self.texts = max(self.row // 64, 1)  # of a row at most: more places would cost attention more
         if compiled:  # layer by layer: they share what is compiled once, where the model as a whole takes minutes
             for layer in self.core.encoder.layer:
                 layer.forward = torch.compile(layer.forward, dynamic=False)
@@ -361,7 +360,7 @@ class PackedModel:
             yield slice(start, len(lengths))
 
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
-        """Pooled vectors of texts that fill one row, (len(tokens), D), on the model's device and without waiting for it."""
+        """Pooled vectors of texts that fill one row, (len(tokens), D), on the model's device; doesn't wait for it."""
         device = next(self.model.parameters()).device
         lengths = np.array([len(t) for t in tokens])
         ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)
@@ -471,8 +470,8 @@ def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Enco
 
 def can_pack(model: nn.Module, tokens: Sequence[np.ndarray]) -> bool:
     """Do texts go through the model without padding: on CUDA, in a family that can, and none without any token."""
-    return (next(model.parameters()).is_cuda and model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
-            and all(map(len, tokens)))
+    return (next(model.parameters()).is_cuda and model.config.model_type in PACKABLE
+            and model.config.hidden_size % 8 == 0 and all(map(len, tokens)))
 
 
 def refuse_nonfinite(vectors: Tensor, ids: Sequence[str]) -> None:
@@ -499,8 +498,8 @@ def rrf(lists: Sequence[Sequence], k: int = 60, depth: int | None = None,
     terms: dict[str, list[float]] = {}
     for hits, weight in zip(lists, weights):
         places = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
-        for place, id_ in enumerate(places, 1):
-            terms.setdefault(id_, []).append(weight / (k + place))
+        for number, id_ in enumerate(places, 1):
+            terms.setdefault(id_, []).append(weight / (k + number))
     return sorted(((id_, math.fsum(t)) for id_, t in terms.items()), key=lambda hit: (-hit[1], hit[0]))
 
 
@@ -543,8 +542,9 @@ def _spans(count: int, shard_size: int) -> list[range]:
     return [range(first, min(first + shard_size, count)) for first in range(0, count, shard_size)]
 
 
-def _token_source(corpus: str | os.PathLike | Sequence[Passage], starts: Sequence[tuple[int, int]], spans: Sequence[range],
-                  shard_size: int, tokenizer: Any, prefix: str, workers: int) -> Iterator[list[np.ndarray]]:
+def _token_source(corpus: str | os.PathLike | Sequence[Passage], starts: Sequence[tuple[int, int]],
+                  spans: Sequence[range], shard_size: int, tokenizer: Any, prefix: str,
+                  workers: int) -> Iterator[list[np.ndarray]]:
     """Token ids, uncut, of the passages of some shards, in order, TASK passages at a time."""
     tasks = [(first, min(TASK, span.stop - first)) for span in spans for first in range(span.start, span.stop, TASK)]
     if isinstance(corpus, (str, os.PathLike)):
@@ -582,8 +582,8 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
                 workers: int = 0) -> Index:
     """Encode a corpus (a file, or a list of Passage) into `folder`: fp16 `shard-00000.npy` …, ids, `meta.json`.
 
-    A shard depends on its own passages alone, appears whole or not at all, and has its checksum beside it, at the end in
-    meta.json.  So a killed build, started again, makes the missing shards and ends with the same bytes; a finished
+    A shard depends on its own passages alone, appears whole or not at all, and has its checksum beside it, in the end
+    in meta.json.  So a killed build, started again, makes the missing shards and ends with the same bytes; a finished
     index is checked and left alone.  In a process group every rank makes its share of the shards, and all of them
     are counted at the end.  workers: processes of this rank that read and tokenise ahead; 0: this one does.
     On CUDA the encoder is compiled, in bf16, and texts are packed where its family allows it.
@@ -758,8 +758,8 @@ class DenseRetriever:
     """Exact inner-product search over an index, on the device of the encoder.  Safe to call from several threads.
 
     With `across`, in a process group, every rank holds its share of the shards, so that an index may be larger than one
-    GPU.  `search` and `gold_ranks` are then collectives: every rank calls them at the same time, each with its own queries
-    (none at all is fine), and gets its own answers from all passages.
+    GPU.  `search` and `gold_ranks` are then collectives: every rank calls them at the same time, each with its own
+    queries (none at all is fine), and gets its own answers from all passages.
     """
 
     def __init__(self, index: Index | str | os.PathLike, model: nn.Module, tokenizer: Any,
@@ -775,7 +775,7 @@ class DenseRetriever:
         self.passage_ids, self.device = self.index.ids, next(model.parameters()).device
         self.across, shards, self.first = across, self.index.shards, 0
         if across:
-            self.group = dist.new_group(backend="gloo")  # its own: a trainer searches in a thread beside its collectives
+            self.group = dist.new_group(backend="gloo")  # its own: a trainer may search in a thread
             rank, world = dist.get_rank(), dist.get_world_size()
             first, last = (len(shards) * r // world for r in (rank, rank + 1))
             self.first, shards = sum(map(len, shards[:first])), shards[first:last]
@@ -853,8 +853,8 @@ class DenseRetriever:
 class FaissRetriever(DenseRetriever):
     """Search by a FAISS index beside the exact one: what it does not find has no rank.
 
-    `gold_ranks` reads the list of the best `cutoff` passages (and as many more as there are golds), by the scores that the
-    FAISS index gives; ties count against the gold.
+    `gold_ranks` reads the list of the best `cutoff` passages (and as many more as there are golds), by the scores that
+    the FAISS index gives; ties count against the gold.
     """
 
     def __init__(self, index: Index | str | os.PathLike, faiss: FaissIndex | str | os.PathLike, model: nn.Module,
@@ -942,165 +942,6 @@ class HybridRetriever:
         return rank if best > 0 and rank <= cutoff else None
 
 
-class RetrieverAway(RetrieverError):
-    """A retrieval service gave no usable answer, however often it was asked: a technical failure, not bad input."""
-
-    exit_status = 1
-
-
-class RemoteIds:
-    """The ids of a served index: `id in ids`, `len(ids)`; `ids.among(many)` asks for many at once.  Keeps answers."""
-
-    def __init__(self, remote: RemoteRetriever):
-        self._remote, self._known = remote, {}
-
-    def __len__(self) -> int:
-        return self._remote.health["count"]
-
-    def __contains__(self, id_: object) -> bool:
-        return isinstance(id_, str) and bool(self.among([id_]))
-
-    def among(self, ids: Iterable[str]) -> set[str]:
-        """Those of `ids` that are in the index."""
-        ids = list(dict.fromkeys(ids))
-        unknown = [id_ for id_ in ids if id_ not in self._known]
-        for start in range(0, len(unknown), 10_000):
-            part = unknown[start:start + 10_000]
-            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", len(part), bool))
-        return {id_ for id_ in ids if self._known[id_]}
-
-
-class RemoteRetriever:
-    """The retriever that serve.py serves at `url`, with the same methods.  Standard library alone; no proxy is used.
-
-    What can pass (no connection, a reset, a time-out, a status of 5xx, 408 or 429, an answer that is not the JSON that
-    was asked for or has another count) is tried again `retries` times, after `backoff` seconds, doubling up to 30: a
-    restart of the server costs time and nothing else.  Then it is RetrieverAway, which names url and status.  A request
-    that the server refuses (other 4xx) is a RetrieverError with its reason at once.
-    """
-
-    def __init__(self, url: str, timeout: float = 120.0, retries: int = 8, backoff: float = 1.0, batch: int = 128):
-        """timeout: seconds for one answer; batch: queries of one request, where the server allows as many."""
-        self.url, self.timeout, self.retries, self.backoff = url.rstrip("/"), timeout, retries, backoff
-        if not re.match(r"https?://[^/]", self.url) or not timeout > 0 or retries < 0 or not backoff >= 0 or batch < 1:
-            raise RetrieverError(f"url is {url!r}, timeout {timeout}, retries {retries}, backoff {backoff}, batch "
-                                 f"{batch}; give a url such as http://127.0.0.1:8000, and timeout and batch above 0")
-        self.counts: dict[str, int] = {"truncated": 0, "retries": 0, "failed": 0}
-        self._opener = urllib.request.OpenerDirector()  # bare: no proxies, no redirects, a status is not an exception
-        for handler in (urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-            self._opener.add_handler(handler())
-        self.health = self.ask("health", None, None, 0, None)
-        self.batch = min(batch, self.health["max_batch"])
-        self.passage_ids = RemoteIds(self)
-
-    def _post(self, path: str, body: dict | None) -> Any:
-        """One try: the JSON of the answer, or of GET where there is no body."""
-        url, deadline, chunks = f"{self.url}/{path}", time.monotonic() + self.timeout, []
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-            with self._opener.open(request, timeout=self.timeout) as response:
-                while chunk := response.read1(1 << 20):
-                    chunks.append(chunk)
-                    if time.monotonic() > deadline:
-                        raise TimeoutError("timed out")
-                status, text = response.status, b"".join(chunks).decode("utf-8", "replace")
-        except (OSError, HTTPException) as e:  # refused, reset, timed out, cut short
-            reason = getattr(e, "reason", e)
-            raise RetrieverAway(f"{url} does not answer within {self.timeout:g} s ({type(reason).__name__}: "
-                                f"{reason})") from e
-        try:
-            answer = json.loads(text)
-        except ValueError:
-            answer = None
-        said = answer["detail"] if isinstance(answer, dict) and "detail" in answer else " ".join(text[:200].split())
-        if 400 <= status < 500 and status not in (408, 425, 429):
-            raise RetrieverError(f"{url} refused the request with status {status}: {said}")
-        if status != 200:
-            raise RetrieverAway(f"{url} answered with status {status}: {said}")
-        if not isinstance(answer, dict):
-            raise RetrieverAway(f"{url} answered with status {status}, but not with a JSON object: {said!r}. Is that "
-                                "address serve.py's, and nothing between that puts its own page there?")
-        return answer
-
-    def ask(self, path: str, body: dict | None, key: str | None, count: int, read: Callable | None,
-            tries: int | None = None) -> Any:
-        """The `count` entries of `key`, each through `read`; the whole answer where there is no key."""
-        tries = 1 + self.retries if tries is None else tries
-        problem: RetrieverAway | None = None
-        for attempt in range(tries):
-            if attempt:
-                if attempt == 1:
-                    print(f"warning: {problem}; trying again, at most {tries - 1} times", file=sys.stderr, flush=True)
-                self.counts["retries"] += 1
-                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
-            try:
-                answer = self._post(path, body)
-                try:
-                    if key is None:
-                        return answer | {k: int(answer[k]) for k in ("count", "max_batch", "max_query_chars")}
-                    if len(answer[key]) == count:
-                        return [read(entry) for entry in answer[key]]
-                    wrong = f"{len(answer[key])} entries instead of {count}"
-                except (KeyError, TypeError, ValueError) as e:
-                    wrong = f"{type(e).__name__}: {e}"
-                raise RetrieverAway(f"{self.url}/{path} answered with status 200, but not as serve.py does ({wrong})")
-            except RetrieverAway as e:
-                problem = e
-        raise RetrieverAway(f"{problem} (asked {tries} times). Look at the server, or start it again.") from problem
-
-    def _cut(self, queries: Sequence[str]) -> list[str]:
-        """No query longer than the server takes: far beyond what a retriever reads of one."""
-        most = self.health["max_query_chars"]
-        self.counts["truncated"] += sum(len(query) > most for query in queries)
-        return [query[:most] for query in queries]
-
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The best k passages of every query, as the served retriever orders them.  RetrieverAway: no answer."""
-        check_k(k)
-        queries, out = self._cut(queries), []
-        for start in range(0, len(queries), self.batch):
-            part = queries[start:start + self.batch]
-            out += self.ask("hits", {"queries": part, "k": k}, "hits", len(part),
-                            lambda hits: [(str(id_), float(score)) for id_, score in hits])
-        return out
-
-    def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
-        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on NaN and for a request without answer.
-
-        RetrieverAway: no request had an answer.  After one without, the next gets one try until the server is back.
-        """
-        check_k(cutoff, "cutoff")
-        if len(queries) != len(gold_ids):
-            raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
-        queries, golds = self._cut(queries), [[g] if isinstance(g, str) else list(g) for g in gold_ids]
-        out, failed, problem, away = [], 0, None, False
-
-        def read(rank: Any) -> Any:
-            if rank == "failed":
-                return FAILED
-            if rank is not None and not (type(rank) is int and 1 <= rank <= cutoff):
-                raise ValueError(f"{rank!r} is no rank")
-            return rank
-
-        for start in range(0, len(queries), self.batch):
-            part = slice(start, start + self.batch)
-            body = {"queries": queries[part], "gold_ids": golds[part], "cutoff": cutoff}
-            count = len(body["queries"])
-            try:
-                out += self.ask("gold_ranks", body, "ranks", count, read, tries=1 if away else None)
-                away = False
-            except RetrieverAway as e:
-                out += [FAILED] * count
-                failed, problem, away = failed + count, e, True
-        self.counts["failed"] += failed
-        if problem is not None:
-            if failed == len(queries):
-                raise problem
-            print(f"no rank for {failed} of {len(queries)} queries: {problem}", file=sys.stderr, flush=True)
-        return out
-
-
 # ------------------------------------------------------------------------------------------------- configuration, entry
 
 @dataclass
@@ -1132,11 +973,11 @@ class RetrieverConfig:
     workers: int = -1
     """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
     across_ranks: bool = False
-    """dense, under torchrun: each rank holds its share of the vectors, and all ranks search together (rewards of rewrites)"""
+    """dense, under torchrun: each rank holds its share of the vectors, all ranks search together (task rewrite)"""
     verify: bool = False
     """compare the checksums of a dense index when it is opened: reads all of it"""
     faiss: str = ""
-    """approximate search: factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32); empty: exact"""
+    """factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32, …); empty: exact search"""
     nprobe: int = 32
     """FAISS: lists of an IVF index that a search looks at; saved with the index"""
     ef_search: int = 128

@@ -1,4 +1,4 @@
-"""A million passages on two cores: an index that is killed twice, resumed, and equal to an undisturbed one byte for byte.
+"""A million passages on two cores: an index killed twice, resumed, and equal to an undisturbed one byte for byte.
 
     python bench/million.py encoder=FOLDER work=/tmp/million out=bench/results/million.json
 
@@ -66,8 +66,9 @@ class Build:
 
     def start(self) -> None:
         self.began = time.monotonic()
-        self.process = subprocess.Popen(build_command(self.cfg, self.work, self.name), stdout=subprocess.PIPE, text=True,
-                                        stderr=self.log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        command, one_thread = build_command(self.cfg, self.work, self.name), os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=one_thread,
+                                        start_new_session=True)
 
     def made(self) -> int:
         """Shards that are whole."""
@@ -113,8 +114,9 @@ def search(cfg: MillionConfig) -> dict:
     from retriever import RetrieverConfig, open_retriever
     torch.set_num_threads(2)
     began = time.perf_counter()
-    retriever = open_retriever(RetrieverConfig(kind="dense", index=f"{cfg.work}/killed", encoder=cfg.encoder, device="cpu",
-                                               pooling="mean", passage_length=cfg.passage_length, verify=True))
+    retriever = open_retriever(RetrieverConfig(kind="dense", index=f"{cfg.work}/killed", encoder=cfg.encoder,
+                                               device="cpu", pooling="mean", passage_length=cfg.passage_length,
+                                               verify=True))
     opened, before = time.perf_counter() - began, memory("RssAnon")
     turns = read_turns(f"{cfg.work}/demo/test.jsonl")
     queries, golds = [turn.rewrite or turn.question for turn in turns], [turn.gold_ids for turn in turns]

@@ -7,8 +7,8 @@
     python bench/retrieval.py mode=search-cpu out=bench/results/search_cpu.json
     python bench/retrieval.py mode=faiss out=bench/results/faiss.json
 
-`small=true` rehearses a mode with sizes that take seconds anywhere.  gold-ranks, tune and search-gpu make their vectors on
-the card: 10 million of 768 numbers are 15.4 GB.  Times on a GPU are medians between CUDA events after a warm-up.
+`small=true` rehearses a mode with sizes that take seconds anywhere.  gold-ranks, tune and search-gpu make their vectors
+on the card: 10 million of 768 numbers are 15.4 GB.  Times on a GPU are medians between CUDA events after a warm-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import shutil
 import statistics
 import subprocess
@@ -35,7 +34,7 @@ sys.path.insert(0, ROOT)
 
 from config import ConfigError, run  # noqa: E402
 from data import atomic_write  # noqa: E402
-from exact import exact_gold_ranks, exact_search, place  # noqa: E402
+from exact import exact_gold_ranks, exact_search  # noqa: E402
 
 
 @dataclass
@@ -94,7 +93,7 @@ def gpu_ms(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 def make_vectors(passages: int, dim: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    """Random passages (M, D) fp16, queries (Q, D) float32 near a passage each, and that passage: ranks from 1 to beyond 100."""
+    """Random passages (M, D) fp16, queries (Q, D) float32 near a passage each, and that passage: ranks from 1 on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     matrix = torch.empty(passages, dim, dtype=torch.float16, device=device)
@@ -106,9 +105,11 @@ def make_vectors(passages: int, dim: int, queries: int) -> tuple[torch.Tensor, t
     return matrix, q.half().float(), [[row] for row in gold.tolist()]
 
 
-def blocked_product(q: torch.Tensor, matrix: torch.Tensor, rows: int, out: torch.Tensor) -> None:
+def blocked_product(q: torch.Tensor, matrix: torch.Tensor, rows: int) -> None:
+    """The product alone, written over itself block by block."""
+    out = torch.empty(len(q), rows, dtype=q.dtype, device=q.device)
     for part in matrix.split(rows):
-        torch.mm(q, part.T, out=out[:len(q), :len(part)] if len(part) == rows else None)
+        torch.mm(q, part.T, out=out if len(part) == rows else None)
 
 
 def blocked_topk(q: torch.Tensor, matrix: torch.Tensor, rows: int, k: int = 100) -> torch.Tensor:
@@ -140,13 +141,10 @@ def gold_ranks(cfg: BenchConfig) -> dict:
     result: dict = {"passages": passages, "dim": dim, "sizes": []}
     for n in sizes:
         q, half, gold = queries[:n], queries[:n].to(matrix.dtype), golds[:n]
-        rows = max(min((1 << 29) // n, passages), 64)  # scores of 1 GiB
-        buffer = torch.empty(n, rows, dtype=matrix.dtype, device=matrix.device)
+        blocks = [max(min(scores // n, passages), 64) for scores in (1 << 29, 1 << 27)]  # scores of 1 GiB and 256 MiB
         row = {"queries": n,
-               "cublas_product_ms": min(gpu_ms(lambda: blocked_product(half, matrix, r, buffer[:, :r]), 5)
-                                        for r in (rows, max(rows // 4, 1))),
-               "blocked_topk_ms": min(gpu_ms(lambda: blocked_topk(half, matrix, r), 3) for r in (rows, max(rows // 4, 1)))}
-        del buffer
+               "cublas_product_ms": min(gpu_ms(lambda: blocked_product(half, matrix, rows), 5) for rows in blocks),
+               "blocked_topk_ms": min(gpu_ms(lambda: blocked_topk(half, matrix, rows), 3) for rows in blocks)}
         row["gold_ranks_call_ms"] = gpu_ms(lambda: exact_gold_ranks(q, [matrix], gold), 5)
         if torch.cuda.is_available():
             import gold_ranks as kernel
@@ -207,8 +205,8 @@ def random_roberta(folder: Path, small: bool) -> None:
     core = Tokenizer(models.WordLevel(special | {f"w{i}": i + 4 for i in range(30000)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>",
-                            cls_token="<s>", sep_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", bos_token="<s>",
+                            eos_token="</s>", cls_token="<s>", sep_token="</s>").save_pretrained(folder)
     shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128) if small else {}
     torch.manual_seed(0)
     RobertaModel(RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, pad_token_id=1,
@@ -260,13 +258,14 @@ def encode(cfg: BenchConfig) -> dict:
         alone = encoder_alone(R, work / "corpus.jsonl", model, tokenizer, encoder, settings["batch_tokens"],
                               min(passages, 65536))
         result = {"passages": passages, "mean_tokens": round(tokens / passages, 1), "workers": workers, **settings,
-                  "warm_up_s": round(warm, 1), "seconds": round(whole, 2), "seconds_in_encoder": round(phases["encoder"], 2),
+                  "warm_up_s": round(warm, 1), "seconds": round(whole, 2),
+                  "seconds_in_encoder": round(phases["encoder"], 2),
                   "passages_s": round(passages / whole), "tokens_s": round(tokens / whole),
                   "encoder_alone_passages_s": round(alone), "of_encoder_alone": round(passages / whole / alone, 3),
                   "shards": len(index.shards), "hours_for_25.7M": round(25.7e6 / (passages / whole) / 3600, 2)}
         if cfg.peer_script:
-            said = subprocess.run([sys.executable, cfg.peer_script], stdout=subprocess.PIPE, text=True, check=True).stdout
-            result["peer"] = json.loads(said.strip().splitlines()[-1])
+            peer = subprocess.run([sys.executable, cfg.peer_script], stdout=subprocess.PIPE, text=True, check=True)
+            result["peer"] = json.loads(peer.stdout.strip().splitlines()[-1])
             result["over_peer_bf16"] = round(result["passages_s"] / result["peer"]["bf16"]["passages_s"], 2)
         return result
     finally:
@@ -274,7 +273,7 @@ def encode(cfg: BenchConfig) -> dict:
 
 
 def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int, passages: int) -> float:
-    """Passages a second of the same compiled encoder on the same batches, tokens ready beforehand and nothing written."""
+    """Passages a second of the same compiled encoder on the same batches, with tokens ready and nothing written."""
     import copy
 
     from data import located_passages
@@ -369,12 +368,13 @@ def search_cpu(cfg: BenchConfig) -> dict:
 
 def clustered(rng: np.random.Generator, centres: np.ndarray, rows: int) -> np.ndarray:
     """Unit vectors (rows, D) around random centres: what approximate search makes use of, and random ones lack."""
-    part = centres[rng.integers(len(centres), size=rows)] + rng.standard_normal((rows, centres.shape[1]), dtype=np.float32)
+    part = centres[rng.integers(len(centres), size=rows)]
+    part += rng.standard_normal(part.shape, dtype=np.float32)
     return part / np.linalg.norm(part, axis=1, keepdims=True)
 
 
 def faiss_table(cfg: BenchConfig) -> dict:
-    """Kinds of FAISS indexes against exact search: recall of the exact first 10 and 100, queries a second, bytes a passage."""
+    """Kinds of FAISS indexes against exact search: recall of its first 10 and 100, queries a second, bytes a passage."""
     import faiss
 
     from approximate import FaissIndex, build_faiss

@@ -1,4 +1,4 @@
-"""exact.py and gold_ranks.py against a sort of all scores; whole-number vectors, so that sums are exact in any order."""
+"""exact.py and gold_ranks.py against a sort of all scores; whole numbers, so that sums are exact in any order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_kernel_never_places_a_gold_against_itself():
         twins = torch.cat([p, p[rows[:100]]])
         count.zero_()
         gold_ranks.add_counts(count, p[rows], twins, score)
-        assert count[:100].tolist() == [2] * 100 and count[100:].tolist() == [1] * 3996  # bit for bit, wherever it stands
+        assert count[:100].tolist() == [2] * 100 and count[100:].tolist() == [1] * 3996  # bit for bit, anywhere
 
 
 @pytest.mark.gpu

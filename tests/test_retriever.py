@@ -563,7 +563,8 @@ import json, sys, torch
 sys.path[:0] = [{root!r}]
 torch.set_num_threads(1)
 import distributed, retriever as R
-cfg = R.RetrieverConfig(kind="dense", corpus={corpus!r}, index={index!r}, encoder={encoder!r}, shard_size=30, device="cpu")
+cfg = R.RetrieverConfig(kind="dense", corpus={corpus!r}, index={index!r}, encoder={encoder!r}, shard_size=30,
+                        device="cpu")
 where = distributed.setup()
 built = R._build(cfg, where.rank)  # main without its own process group: a group can't be joined twice
 cfg.across_ranks = True
@@ -604,13 +605,15 @@ def test_workers_and_ranks_make_the_same_bytes(tmp_path):
     for rank, queries in enumerate((["red fox", "number7 tree", "wine"], ["green garden"])):
         golds = [["p0003"], ["p0129", "p0050"], ["p0077"]][:len(queries)]
         assert said[rank]["ranks"] == single.gold_ranks(queries, golds, 130)
-        assert [[i for i, _ in h] for h in said[rank]["hits"]] == [[i for i, _ in h] for h in single.search(queries, 40)]
+        expected = [[i for i, _ in hits] for hits in single.search(queries, 40)]
+        assert [[i for i, _ in hits] for hits in said[rank]["hits"]] == expected
         assert said[rank]["none"] == [[], []] if rank else said[rank]["none"][0] == said[rank]["hits"]
     for other in ("workers", "ranks"):
         names = sorted(p.name for p in (tmp_path / "one/dense").iterdir())
         assert names == sorted(p.name for p in (tmp_path / other / "dense").iterdir())
         for name in names:
-            assert (tmp_path / "one/dense" / name).read_bytes() == (tmp_path / other / "dense" / name).read_bytes(), name
+            one, same = (tmp_path / folder / "dense" / name for folder in ("one", other))
+            assert one.read_bytes() == same.read_bytes(), name
 
 
 def test_full_disk_and_damage_are_told(tmp_path, monkeypatch):
@@ -683,7 +686,7 @@ def test_faiss_indexes_beside_the_exact_one(tmp_path):
         overlap = sum(len({i for i, _ in a} & {i for i, _ in b}) for a, b in zip(found, truth)) / 300
         assert overlap >= least, (factory, overlap)
         if factory == "Flat":
-            assert sum(a != b for a, b in zip(r.gold_ranks(queries, golds), ranks)) <= 1  # float32 sums in another order
+            assert sum(a != b for a, b in zip(r.gold_ranks(queries, golds), ranks)) <= 1  # another order of sums
             assert len(r.search(queries[:1], 5000)[0]) == 400 and r.search([], 3) == [] and r.gold_ranks([], []) == []
             assert r.gold_ranks(queries[:1], [["p0001", "p0000"]], cutoff=1) in ([1], [None])
     cfg.faiss = "IVF9999,Flat"
@@ -700,7 +703,7 @@ def test_faiss_indexes_beside_the_exact_one(tmp_path):
 
 
 def test_faiss_misses_are_no_passages():
-    """FAISS fills a list that is too short with -1, which is not the last passage; a gold that it misses has no rank."""
+    """FAISS fills up a short list with -1, which is not the last passage; a gold that it misses has no rank."""
     dense = table_retriever([[3.0, 0], [2.0, 0], [1.0, 0], [0, 5.0]], list("abcd"))
     dense.__class__ = R.FaissRetriever
     dense.faiss = SimpleNamespace(search=lambda q, k: (np.array([[6.0, 6.0, -9.0]] * len(q), dtype=np.float32),
