@@ -22,7 +22,7 @@ How it goes:
 A query that is malformed or empty, a call that is no JSON or lacks an argument, and a call beyond `max_calls` are
 answered with a note that the model can read.
 
-End states (`Rollepisode.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
+End states (`Rollout.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
 engine_error and tool_error (technical).  An answer ends an episode, whatever follows it in the turn.
 
 Every round gives the engine the whole conversation again: an engine with a prefix cache (vLLM) computes only what is
@@ -80,8 +80,8 @@ class EpisodeConfig:
     stop_at_answer: bool = False
     """end an episode at </answer>, with an EOS that is not trained: for models that never learnt to end there"""
     bare_calls: bool = False
-    """agent: calls are bare JSON, ended by `}}`, without tool_call tags: to sample from a model that was never taught the
-    tags; its trajectories are written with them"""
+    """agent: calls are bare JSON, ended by `}}`, without tool_call tags: to sample from a model that was never taught
+    the tags; its trajectories are written with them"""
     template: Literal["instruct", "base"] = "instruct"
     """search: prompt through the chat template (instruct), or as one string for a model without one (base)"""
     instruction: str = ""
@@ -513,9 +513,9 @@ def open_task(name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConf
     """
     check_episode(cfg, name)
     if retriever.across_ranks and not cfg.mcp:
-        raise ConfigError(f"retriever.across_ranks=true needs every rank to search at the same time, and in task={name} "
-                          "ranks have different numbers of rounds; serve the index (serve.py, retriever.kind=remote), or "
-                          "set it to false")
+        raise ConfigError("retriever.across_ranks=true needs every rank to search at the same time, and in "
+                          f"task={name} ranks have different numbers of rounds; serve the index (serve.py, "
+                          "retriever.kind=remote), or set it to false")
     shown = data.read_conversations(examples) if examples else []
     kind = {"search": SearchTask, "agent": AgentTask}[name]
     if cfg.mcp:
@@ -578,7 +578,7 @@ def answer_means(rows: Sequence[dict]) -> dict[str, float]:
                                        "model_tokens")}
 
 
-# ------------------------------------------------------------------------------------------------- a checkpoint's prompt
+# ----------------------------------------------------------------------------------------------- a checkpoint's prompt
 
 def note_task(folder: str, task: str, template: str) -> None:
     """Write into a model's folder what prompt it was trained with: `task.json`."""

@@ -152,7 +152,7 @@ class GRPOConfig:
     dev: str = ""
     """held-out turns or questions for validation (JSONL); empty: no validation"""
     qrels: list[str] = field(default_factory=list)
-    """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and metrics; may be empty"""
+    """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and metrics; optional"""
     out: str = "runs/grpo"
     """run folder: config.yaml, metrics.jsonl, rollouts/, checkpoint_*/, best/, final/, report.html"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
@@ -275,8 +275,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     check_engine(cfg.engine, equal_calls=cfg.task == "rewrite")
     if cfg.task != "rewrite":
         check_episode(cfg.episode, cfg.task)
-        need(cfg.episode.gold_reward == "none" or bool(cfg.qrels), f"episode.gold_reward={cfg.episode.gold_reward} needs "
-                                                                   "the gold passages: give qrels=[FILE, …]")
+        need(cfg.episode.gold_reward == "none" or bool(cfg.qrels),
+             f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give qrels=[FILE, …]")
     need(cfg.lora.dropout == 0, f"lora.dropout={cfg.lora.dropout}: with dropout the trainer's log-probabilities are "
                                 "not those of the policy that sampled, and the ratio is noise; set lora.dropout=0")
     need(0 < cfg.clip_eps < 1, f"clip_eps={cfg.clip_eps} must lie between 0 and 1")
@@ -626,8 +626,10 @@ def load_questions(cfg: GRPOConfig, task: SearchTask | AgentTask) -> tuple[list,
     """Training and validation questions with their prompts, as `load_turns`; and gold passages by question id."""
     out: list = []
     for path in (cfg.train, cfg.dev):
-        questions = data.read_questions(path) if path else []
-        out += encode_turns(questions, lambda q: task.prompt(q.question), cfg.max_prompt_tokens, path) if path else ([], [])
+        if not path:
+            out += [[], []]
+            continue
+        out += encode_turns(data.read_questions(path), lambda q: task.prompt(q.question), cfg.max_prompt_tokens, path)
     if overlap := {q.question for q in out[0]} & {q.question for q in out[2]}:
         D.print0(f"warning: {len(overlap)} questions are in both train and dev ({sorted(overlap)[0]!r}, …): validation "
                  "does not show generalisation")
@@ -638,7 +640,8 @@ def load_questions(cfg: GRPOConfig, task: SearchTask | AgentTask) -> tuple[list,
     if golds and known is not None:
         wrong = next((p for ids in golds.values() for p in ids if p not in known.passage_ids), None)
         if wrong is not None:
-            raise data.DataError(f"{cfg.qrels}: gold passage {wrong!r} is not in the index; give the qrels of its corpus")
+            raise data.DataError(f"{cfg.qrels}: gold passage {wrong!r} is not in the index; give the qrels of its "
+                                 "corpus")
     return out, golds
 
 
@@ -879,7 +882,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     _, sync_seconds = timed(where.device, wake_engine, run)
     rows = [r for part in D.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
     return {"step": step + 1, **reward_stats(rows), **stats, "lr": run.optimizer.param_groups[0]["lr"],
-            **({"seconds_search": run.task.tools.seconds} if run.task else {}), "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
+            **({"seconds_search": run.task.tools.seconds} if run.task else {}),
+            "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
             "seconds_update": update_seconds, "seconds_sync": sync_seconds}, rows
 
 

@@ -388,8 +388,8 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
     rows = finish(cfg, prompts, where)
     if task:
         task.tools.close()
-    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples, **count_rows(rows, cfg.task),
-                  "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
+    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples,
+                  **count_rows(rows, cfg.task), "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
 
 
 def count_rows(rows: list[dict], task: str) -> dict[str, float]:

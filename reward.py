@@ -359,8 +359,8 @@ ANSWER_REWARDS = ("research", "em", "f1")
 def score_answer(prediction: str | None, golds: str | Iterable[str], well_formed: bool, reward: str) -> float:
     """What the answer of an episode earns (None: there was none).
 
-    research   0 unless well formed (its end with EOS included), then the F1 if it is above 0, else 0.1 (ReSearch's code;
-               its paper gives the F1 without the gate)
+    research   0 unless well formed (its end with EOS included), then the F1 if it is above 0, else 0.1 (ReSearch's
+               code; its paper gives the F1 without the gate)
     em         exact match, 0 or 1, without a format gate (Search-R1)
     f1         F1 without a format gate (DeepSearch-RL, whose code takes the first gold alone, and twice the F1)
     """
