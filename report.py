@@ -85,7 +85,9 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
     tool_calls.total, searches.total                         of all rows; searches: calls that were carried out
     metrics.{em,f1,acc,precision,recall}                     {mean, stdev, ci95}: the bootstrap interval over questions
     reasoning                                                {mean, stdev, count}: characters of a message's reasoning
-    well_formed                                              share of rows with the task's format; null if none says so
+    well_formed, gold_recall, all_gold                       mean over the rows that have it: format, share of the gold
+                                                             passages retrieved, all of them; null where none has it
+    status.{all,success,failure}                             how the episode ended → count, of the rows that say so
     """
     good = {i for i, row in enumerate(rows) if trajectories.succeeded(row, rule)}
     classes = {"all": rows, "success": [r for i, r in enumerate(rows) if i in good],
@@ -113,7 +115,8 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
     interval = bootstrap_interval(scores, owner)
     reasoning = [len(m["reasoning_content"]) for row in rows for m in row["messages"]
                  if isinstance(m.get("reasoning_content"), str)]
-    formed = [bool(row["well_formed"]) for row in rows if row.get("well_formed") is not None]
+    known = {key: [float(row[key]) for row in rows if row.get(key) is not None]
+             for key in ("well_formed", "gold_recall", "all_gold")}
     return {
         "total": len(scores), "success_count": len(good), "failure_count": len(scores) - len(good),
         "success_em": sum(trajectories.succeeded(row, "em") for row in rows),
@@ -127,7 +130,9 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
         "tokens_last_turn": tokens(lambda row: (row.get("response_meta") or {}).get("usage")),
         "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens")),
         "reasoning": moments(reasoning) | {"count": len(reasoning)},
-        "well_formed": sum(formed) / len(formed) if formed else None}
+        **{key: stats.fmean(values) if values else None for key, values in known.items()},
+        "status": {name: dict(Counter(row["status"] for row in members if row.get("status")).most_common())
+                   for name, members in classes.items()}}
 
 
 # ------------------------------------------------------------------------------------------------------ boxes of text
@@ -163,8 +168,9 @@ def tables(s: dict) -> list[Table]:
                ["F1 >= 0.8", share(s["success_f1"], total)],
                ["failed for a technical reason", share(s["technical_failures"], total)]]
     summary += [["questions without a row", share(s["missing"], total)]] * bool(s["missing"])
-    if s["well_formed"] is not None:
-        summary.append(["well formed", f"{100 * s['well_formed']:.1f} %"])
+    for key, name in (("well_formed", "well formed"), ("gold_recall", "gold passages retrieved"),
+                      ("all_gold", "all gold passages retrieved")):
+        summary += [[name, f"{100 * s[key]:.1f} %"]] if s[key] is not None else []
     scores = [[name, f"{m['mean']:.3f} ± {m['stdev']:.3f}",
                "–" if m["ci95"] is None else "[{:.3f}, {:.3f}]".format(*m["ci95"])] for name, m in metrics.items()]
     thoughts = s["reasoning"]
@@ -173,8 +179,9 @@ def tables(s: dict) -> list[Table]:
                 ["searches in all", str(s["searches"]["total"]), "", ""],
                 ["reasoning, characters", f"{thoughts['mean']:.0f} ± {thoughts['stdev']:.0f}",
                  f"{thoughts['count']} messages", ""]]
+    ends = [[f"ended: {end}", *(str(s["status"][c].get(end, 0)) for c in columns[1:])] for end in s["status"]["all"]]
     return [("Summary", ["", ""], summary), ("Answers", ["", "mean ± stdev", "95 % interval"], scores),
-            ("Conversation", columns, dynamics), token_box("Tokens, last turn", s["tokens_last_turn"]),
+            ("Conversation", columns, dynamics + ends), token_box("Tokens, last turn", s["tokens_last_turn"]),
             token_box("Tokens, all turns (a prompt counts again in every round)", s["tokens_all_turns"]),
             distribution("Rounds", s["rounds"]), distribution("Tool calls", s["tool_calls"])]
 
@@ -218,7 +225,7 @@ def plot(s: dict, title: str, path: str) -> bool:
         axis.bar(values, failure, bottom=success, label="failure", color="#c9c9c9")
         axis.set_xlabel(name.replace("_", " "))
         axis.set_ylabel("trajectories")
-    axes[0].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.suptitle(title)
     with data.atomic_write(path, "wb") as f:
         figure.savefig(f, format="png", dpi=150)

@@ -41,7 +41,7 @@ def many(count=60, seed=0):
         rows.append({"rollout_id": f"q{i // 3}#{i % 3}", "id": f"q{i // 3}", "question": f"q{i // 3}", "messages": messages,
                      "rounds": turns, "error": "tool_error: x" if rng.random() < 0.1 else None, "tools": [], "searches": 1,
                      "metric_score": {"em": em, "f1": f1, "acc": em, "precision": f1, "recall": f1}, "task": "agent",
-                     "well_formed": rng.random() < 0.5, "response_meta": {"usage": usage[0]}, "all_turns_tokens": usage[1]})
+                     "well_formed": rng.random() < 0.5, "gold_recall": i % 3 / 2 if i % 2 else None, "status": rng.choice(["answered", "length"]), "response_meta": {"usage": usage[0]}, "all_turns_tokens": usage[1]})
     return rows
 
 
@@ -75,6 +75,10 @@ def test_statistics_against_slow_counting(rule):
             assert close(s["tokens_all_turns"][kind][name], slow_moments([r["all_turns_tokens"][f"{kind}_tokens"] for r in part]))
     thoughts = [len(m["reasoning_content"]) for r in rows for m in r["messages"] if "reasoning_content" in m]
     assert close(s["reasoning"], slow_moments(thoughts)) and s["reasoning"]["count"] == len(thoughts)
+    assert s["well_formed"] == pytest.approx(sum(r["well_formed"] for r in rows) / 60) and s["all_gold"] is None
+    recall = [r["gold_recall"] for r in rows if r["gold_recall"] is not None]
+    assert s["gold_recall"] == pytest.approx(sum(recall) / len(recall)) and 0 < len(recall) < 60
+    assert all(s["status"][c].get(end, 0) == sum(r["status"] == end for r in p) for c, p in parts.items() for end in ("answered", "length"))
     f1 = [0.0 if r["error"] else r["metric_score"]["f1"] for r in rows]
     assert close(s["metrics"]["f1"], slow_moments(f1))
     low, high = s["metrics"]["f1"]["ci95"]
