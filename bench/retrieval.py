@@ -42,7 +42,7 @@ class BenchConfig:
     mode: Literal["gold-ranks", "tune", "encode", "search-gpu", "search-cpu", "faiss"]
     """what is measured"""
     passages: int = 0
-    """passages; 0: 10,000,000 on a GPU, 1,000,000 on a CPU, 200,000 to encode"""
+    """passages; 0: 10,000,000 on a GPU, 1,000,000 on a CPU, 131,072 to encode"""
     dim: int = 0
     """numbers of a vector; 0: 768 on a GPU, 384 on a CPU"""
     queries: list[int] = field(default_factory=list)
@@ -227,7 +227,7 @@ def write_texts(path: Path, passages: int) -> int:
 def encode(cfg: BenchConfig) -> dict:
     """Text to shards on disk, the encoder alone on the same tokens, and sentence-transformers by its own script."""
     import retriever as R
-    passages, _, _ = pick(cfg, 200_000, 0, [])
+    passages, _, _ = pick(cfg, 131_072, 0, [])
     work = Path(tempfile.mkdtemp(prefix="encode_"))
     try:
         random_roberta(work / "encoder", cfg.small)
