@@ -54,7 +54,7 @@ class InferConfig:
     task: Literal["rewrite", "search", "agent"] = "rewrite"
     """rewrite the turns of conversations, or answer questions in episodes (episode.py)"""
     model: str = ""
-    """Hugging Face folder or hub name of an instruct model"""
+    """Hugging Face folder or hub name of an instruct model, or the folder of a LoRA adapter (PEFT's format)"""
     turns: str = ""
     """rewrite: turns file (JSONL) to write rewrites for"""
     questions: str = ""

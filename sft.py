@@ -4,14 +4,16 @@
 well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
 record in `<out>/records.jsonl`, at most keep_per_turn a turn, best rank first, then first sampled.  `stage=train`:
 records are trained with the zero-shot prompt, so what the examples showed moves into the weights.  `stage=all`: both.
+Records may be trajectories of the tasks search and agent too: every turn of the assistant is trained, results are not.
+With `lora.r` an adapter is trained instead of all weights; `stage=merge` turns one into a whole model.
 
 Differs from the original's trainer in: the loss of a step is a sum over trained tokens divided by one count over all
-micro-batches and processes; the last incomplete batch of an epoch is trained, with its own count; rows are padded to
-the longest of a micro-batch; over-long rows are dropped and counted, not cut; the held-out set shares no conversation
-with the training set, and the epoch with its lowest loss is exported; a killed run resumes exactly.
+micro-batches and processes; the last incomplete batch of an epoch is trained, with its own count; rows are packed, none
+sees another; over-long rows are dropped and counted, not cut; the held-out set shares no conversation with the training
+set, and the epoch with its lowest loss is exported; a killed run resumes exactly.
 
-Written to `out`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder,
-float32), result.json, config.yaml.  Shapes: B sequences, T predicted positions, U kept positions, V vocabulary.
+Written to `out`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder, or an
+adapter's in PEFT's format), result.json, report.html, config.yaml.  Shapes: B sequences, T predicted positions.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class SFTConfig:
     """sample: write records; train: fine-tune on records; all: one after the other; merge: write the LoRA adapter in
     `model` and the model it was trained on as one Hugging Face folder, `out`"""
     model: str = ""
-    """Hugging Face folder or hub name of an instruct model: it is sampled from and fine-tuned"""
+    """Hugging Face folder or hub name of an instruct model, or an adapter's folder: it is sampled from and fine-tuned"""
     out: str = ""
     """folder of this run"""
     overwrite: bool = False
