@@ -27,7 +27,7 @@ from torch import Tensor
 
 from passages import FAILED, RetrieverError
 
-CPU_BLOCK, GPU_BLOCK = 1 << 19, 1 << 28  # numbers of a block of passages, in a CPU's cache; scores of one on a GPU
+CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 28  # numbers of a block of passages, in a CPU's cache; scores of one on a GPU
 
 
 def _padded(matrix: Tensor, multiple: int) -> Tensor:
@@ -58,7 +58,8 @@ def _products(queries: Tensor, shards: Sequence) -> Iterator[tuple[int, Tensor]]
                 yield first + start, scores[:n, :len(part)]
             first += len(shard)
         return
-    queries = _padded(queries, 8)
+    if n > 1:  # one alone goes through as a matrix times a vector, at half the cost
+        queries = _padded(queries, 8)
     block, scores = torch.zeros(rows, queries.shape[1]), torch.empty(len(queries), rows)
     for shard in shards:
         for start in range(0, len(shard), rows):
