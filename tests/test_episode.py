@@ -1055,6 +1055,19 @@ def test_training_on_episodes_logs_answers_and_resumes(world):
         assert all(one[key] == two[key] for key in one if not key.startswith("seconds"))
 
 
+def test_training_learns_what_to_search_for_and_what_to_answer(world):
+    """Every question wants beta3, which alpha3 finds: within ten steps both choices, one in ten before, are made often."""
+    data.write_jsonl(world / "same.jsonl", [{"id": f"s{i}", "question": f"what {i}", "golden_answers": ["beta3"]} for i in range(8)])
+    (world / "same.qrels").write_text("".join(f"s{i} 0 p3 1\n" for i in range(8)))
+    done = run_grpo(world, "learns", "train=same.jsonl", "dev=", "qrels=[same.qrels]", "episode.gold_reward=all", "steps=10",
+                    "prompts_per_step=4", "group_size=8", "warmup_steps=0", "kl_coef=0.0", "save_every=10")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [row for _, row in data.read_jsonl(world / "learns/metrics.jsonl")][1:]
+    first, last = rows[0], {key: sum(r[key] for r in rows[-3:]) / 3 for key in ("reward", "em", "all_gold")}
+    assert last["reward"] > first["reward"] + 0.25 and last["em"] > first["em"] + 0.2
+    assert last["all_gold"] > first["all_gold"] + 0.2
+
+
 def test_training_refuses_what_cannot_work(world, monkeypatch):
     monkeypatch.chdir(world)
     for more, error, reason in ((["qrels=[]", "episode.gold_reward=all"], config.ConfigError, r"give qrels=\[FILE"),
