@@ -75,6 +75,6 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: tuple[Tensor, Tenso
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     _decode_kernel[(rows, n_kv)](
         q, k, v, out, *slots, *prefix, at, shared, scale, slots[0].stride(0), slots[0].stride(1), prefix[0].stride(0),
-        W=heads // n_kv, D=d, WIDE=max(16, triton.next_power_of_2(heads // n_kv)), DEEP=max(16, triton.next_power_of_2(d)),
-        TILE=TILE, PRECISION=precision)
+        W=heads // n_kv, D=d, WIDE=max(16, triton.next_power_of_2(heads // n_kv)),
+        DEEP=max(16, triton.next_power_of_2(d)), TILE=TILE, PRECISION=precision)
     return out
