@@ -183,7 +183,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", sdpa_mask)  # for 2-D masks; what is packed brings a 4-D one: not touched
-FLEX_OPTIONS = {"IS_DIVISIBLE": True}  # `pack` pads to BLOCK.  Not ROWS_GUARANTEED_SAFE: a row may see nothing of its first tile
+FLEX_OPTIONS = {"IS_DIVISIBLE": True}  # `pack` pads to BLOCK; ROWS_GUARANTEED_SAFE would mean: of every tile looked at
 _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch > 2.11
 
 
