@@ -58,13 +58,14 @@ def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory
     except RuntimeError as e:
         raise RetrieverError(f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
                              f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64") from e
-    wanted = max(64 * getattr(index, "nlist", 0), 1 << 18)
+    lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
+    wanted = max(64 * lists, 1 << 18)
     rows = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64))
     ends = np.cumsum([len(shard) for shard in shards])
     sample = np.concatenate([shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
                              for shard, end in zip(shards, ends)]).astype(np.float32)
-    if count < getattr(index, "nlist", 0):
-        raise RetrieverError(f"faiss is {factory!r} with {index.nlist} lists, but there are {count:,} passages; a list "
+    if count < lists:
+        raise RetrieverError(f"faiss is {factory!r} with {lists} lists, but there are {count:,} passages; a list "
                              "needs dozens of them. Give a smaller number of lists.")
     on_cpu, index = index, _on_gpus(faiss, index, factory)
     index.train(sample)
@@ -93,17 +94,18 @@ class FaissIndex:
         check_same(folder, meta, source, "It belongs to another dense index: delete it and build it again.")
         faiss = _faiss()
         self.meta, self.bytes = meta, meta["bytes"]
-        self._index = faiss.read_index(str(folder / "index.faiss"))
-        self.count = self._index.ntotal
+        index = faiss.read_index(str(folder / "index.faiss"))
+        self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
+        self._index = _on_gpus(faiss, index, meta["factory"])
+        self._parameters = faiss.ParameterSpace() if self._index is index else faiss.GpuParameterSpace()
         self.set(meta["nprobe"], meta["ef_search"])
-        self._index = _on_gpus(faiss, self._index, meta["factory"])
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
-        if hasattr(self._index, "nprobe"):
-            self._index.nprobe = nprobe
-        if hasattr(self._index, "hnsw"):
-            self._index.hnsw.efSearch = ef_search
+        if self._lists:
+            self._parameters.set_index_parameter(self._index, "nprobe", nprobe)
+        if "HNSW" in self.meta["factory"]:
+            self._parameters.set_index_parameter(self._index, "efSearch", ef_search)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """(Q, D) float32 → scores (Q, K) and passage numbers (Q, K), best first; -1 where less than K were found."""

@@ -55,8 +55,11 @@ class BenchConfig:
     """encode: tokens of one batch"""
     workers: int = -1
     """encode: tokenising processes; -1: all cores but one"""
-    factories: list[str] = field(default_factory=lambda: ["Flat", "SQfp16", "IVF4096,Flat", "IVF4096,PQ64", "HNSW32"])
+    factories: list[str] = field(default_factory=lambda: ["Flat", "SQfp16", "IVF4096,Flat", "OPQ64,IVF4096,PQ64",
+                                                            "HNSW32"])
     """faiss: index kinds by factory string"""
+    index: str = ""
+    """faiss: a dense index whose vectors are taken, some of them as queries; empty: synthetic vectors in clusters"""
     nprobe: list[int] = field(default_factory=lambda: [8, 32, 128])
     """faiss: lists of an IVF index that are searched (and the width of an HNSW search)"""
     small: bool = False
@@ -386,17 +389,25 @@ def faiss_table(cfg: BenchConfig) -> dict:
     centres = rng.standard_normal((max(passages // 200, 4), dim), dtype=np.float32)
     source, rows = {"count": passages}, []
     with tempfile.TemporaryDirectory() as work:
-        vectors = np.lib.format.open_memmap(f"{work}/v.npy", "w+", np.float16, (passages, dim))
-        for start in range(0, passages, 65536):
-            vectors[start:start + 65536] = clustered(rng, centres, min(65536, passages - start))
-        q, order = clustered(rng, centres, n), torch.arange(passages)
-        truth = exact_search(torch.from_numpy(q), [vectors], 100, order)[1].numpy()
-        seconds = best_of(lambda: exact_search(torch.from_numpy(q), [vectors], 100, order), 2)
+        if cfg.index:
+            from retriever import open_index
+            shards = open_index(cfg.index).shards
+            passages, dim = sum(map(len, shards)), shards[0].shape[1]
+            some = [s[rng.integers(len(s), size=-(-n // len(shards)))] for s in shards]
+            q = np.concatenate(some)[:n].astype(np.float32)
+        else:
+            vectors = np.lib.format.open_memmap(f"{work}/v.npy", "w+", np.float16, (passages, dim))
+            for start in range(0, passages, 65536):
+                vectors[start:start + 65536] = clustered(rng, centres, min(65536, passages - start))
+            q, shards = clustered(rng, centres, n), [vectors]
+        order = torch.arange(passages)
+        truth = exact_search(torch.from_numpy(q), shards, 100, order)[1].numpy()
+        seconds = best_of(lambda: exact_search(torch.from_numpy(q), shards, 100, order), 2)
         rows.append({"index": "exact fp16 (ours)", "recall@10": 1.0, "recall@100": 1.0,
                      "queries_s": round(n / seconds, 1), "bytes_a_passage": dim * 2})
         for factory in factories:
             began = time.perf_counter()
-            build_faiss(f"{work}/f", [vectors], factory, source)
+            build_faiss(f"{work}/f", shards, factory, source)
             built, index = time.perf_counter() - began, FaissIndex(f"{work}/f", source)
             for probe in cfg.nprobe if "IVF" in factory or "HNSW" in factory else [0]:
                 index.set(probe, max(probe, 100))  # an HNSW search is at least as wide as its list
@@ -408,7 +419,8 @@ def faiss_table(cfg: BenchConfig) -> dict:
                              "recall@100": round(float(recall[100]), 4), "queries_s": round(n / seconds, 1),
                              "bytes_a_passage": round(index.bytes / passages, 1), "built_s": round(built, 1)})
             shutil.rmtree(f"{work}/f")
-    return {"passages": passages, "dim": dim, "queries": n, "threads": cfg.threads, "faiss": faiss.__version__,
+    return {"vectors": "of an index of passages" if cfg.index else "synthetic, in clusters", "passages": passages,
+            "dim": dim, "queries": n, "threads": cfg.threads, "faiss": faiss.__version__,
             "gpus_in_faiss": getattr(faiss, "get_num_gpus", lambda: 0)(), "indexes": rows}
 
 
@@ -421,7 +433,7 @@ def main(cfg: BenchConfig) -> dict:
         raise ConfigError("mode=tune measures a kernel for a Hopper GPU, and there is none here")
     measured = MODES[cfg.mode](cfg)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    words = [w for w in sys.argv[1:] if not w.startswith(("out=", "peer_script="))]
+    words = [w for w in sys.argv[1:] if not w.startswith(("out=", "peer_script=", "index="))]
     result = {"command": " ".join(["python bench/retrieval.py", *words]), "card": card, "torch": torch.__version__,
               "python": platform.python_version(), "cpus": os.cpu_count(), "load_average": os.getloadavg(),
               "date": time.strftime("%Y-%m-%d %H:%M:%S"), **measured}
