@@ -4,7 +4,7 @@ A file of its own because it knows no text: it takes vectors and numbers of pass
 memory-mapped, and copies out alone (with gold_ranks.py for its kernel).
 
 Shards are fp16.  On a CPU a block of them becomes float32 and so does the product; on CUDA queries become fp16 and
-products are summed in float32.  A block is small enough to stay in the cache of a CPU, so memory holds one block however
+products are summed in float32.  A block is small enough for the cache of a CPU, so memory holds one block however
 large the index is, and a passage is read once for all queries.
 
 The rule of order is retriever.py's: lists by (score descending, id ascending); a rank is 1 + the number of other

@@ -947,7 +947,7 @@ class HybridRetriever:
 @dataclass
 class RetrieverConfig:
     kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
-    """which retriever: words (bm25), vectors (dense), both fused (hybrid), or what serve.py serves elsewhere (remote)"""
+    """which retriever: words (bm25), vectors (dense), both fused (hybrid), what serve.py serves elsewhere (remote)"""
     corpus: str = ""
     """corpus file (JSONL or TSV): what an index is built from; without a saved one, BM25 is built from it in memory"""
     index: str = ""

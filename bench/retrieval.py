@@ -377,7 +377,7 @@ def clustered(rng: np.random.Generator, centres: np.ndarray, rows: int) -> np.nd
 
 
 def faiss_table(cfg: BenchConfig) -> dict:
-    """Kinds of FAISS indexes against exact search: recall of its first 10 and 100, queries a second, bytes a passage."""
+    """Kinds of FAISS indexes against exact search: recall of its first 10 and 100, queries/s, bytes a passage."""
     import faiss
 
     from approximate import FaissIndex, build_faiss
