@@ -877,8 +877,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     for group in run.optimizer.param_groups:
         group["lr"] = M.lr_at(step, cfg.lr, cfg.warmup_steps, run.steps)
     stats, update_seconds = timed(where.device, update, run.policy, run.optimizer, plans, cfg, where)
-    check_engine_gap(stats["engine_gap"], stats["engine_gap_max"], run.engine.gap_limit)
-    check_engine_follows(stats["engine_gap"], stats["start_gap"], run.engine.gap_limit)
+    if not stats["skipped"]:  # log-probabilities that are no numbers are the trainer's own fault: `guard` counts those
+        check_engine_gap(stats["engine_gap"], stats["engine_gap_max"], run.engine.gap_limit)
+        check_engine_follows(stats["engine_gap"], stats["start_gap"], run.engine.gap_limit)
     _, sync_seconds = timed(where.device, wake_engine, run)
     rows = [r for part in D.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
     return {"step": step + 1, **reward_stats(rows), **stats, "lr": run.optimizer.param_groups[0]["lr"],
