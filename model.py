@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch._functorch.config
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -44,8 +45,10 @@ class ModelError(ValueError):
 ROW_TOKENS = 2048  # in one row of share_prefixes: bounds its attention mask
 BLOCK = 128  # tokens of a tile of flex attention
 ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
+KEY_HEADS = 16  # flex attention gets keys and values of so many heads, repeated where the model has fewer
 DYNAMIC = None  # torch.compile's: from the second length on, length is a variable; False: each length is compiled
 SHARING_PAYS = 1.15  # laying prompts out once has to save this factor in tokens before flex attention is chosen
+ACTIVATIONS = 1.0  # share that compiled layers keep for the backward pass; below 1 what costs least is computed again
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
 
@@ -119,6 +122,7 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
             # (flex attention of torch 2.11 does not lower then): the second length makes the length one, and it alone.
             layer.forward = torch.compile(layer.forward, dynamic=DYNAMIC)
             torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)  # layouts, two dtypes
+            torch._functorch.config.activation_memory_budget = ACTIVATIONS
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
     # FSDP gathers parameters around forward(); distributed.shard_model registers this method to be treated alike.
@@ -169,6 +173,11 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     """
     if isinstance(attention_mask, BlockMask):
         cpu = query.device.type == "cpu"
+        # One program of its backward pass takes a tile of keys through all queries of all heads that share it: a tile
+        # of the prompt, which everyone sees, is still at work when the card has long been idle.
+        copies = key_copies(query.shape[1], key.shape[1])
+        if copies > 1:
+            key, value = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (key, value))
         flex = flex_attention if cpu or torch.compiler.is_compiling() else _compiled_flex()
         out = flex(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True,
                    kernel_options=None if cpu else FLEX_OPTIONS)
@@ -179,6 +188,15 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
                           window_size=(-1, 0), **_VARLEN_GQA)
         return out[None], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def key_copies(heads: int, key_heads: int) -> int:
+    """How often each key/value head is repeated: no more than it takes to have KEY_HEADS, up to one a query head."""
+    shared = heads // key_heads
+    for n in range(1, shared):
+        if shared % n == 0 and n * key_heads >= KEY_HEADS:
+            return n
+    return shared
 
 
 AttentionInterface.register("packed", packed_attention)

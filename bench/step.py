@@ -45,6 +45,7 @@ def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score
 def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
     """grpo.start without files: random weights, random prompts."""
     cuda = where.device.type == "cuda"
+    M.ACTIVATIONS = args.activations
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
         model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
@@ -148,6 +149,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3, help="timed steps")
     p.add_argument("--budget", type=int, default=5200, help="micro_batch_tokens")
     p.add_argument("--recompute", type=float, default=0.5, help="gradient_checkpointing, a share of the layers")
+    p.add_argument("--activations", type=float, default=M.ACTIVATIONS, help="of compiled layers, see model.ACTIVATIONS")
     p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--no-kl", action="store_true", help="without reference")
@@ -161,7 +163,7 @@ def main() -> None:
     result, rank = ours(args)
     if rank == 0:
         sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
-                                               "recompute")}
+                                               "recompute", "activations")}
         result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
         if theirs is not None:
             result["peer"] = theirs

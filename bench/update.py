@@ -2,13 +2,15 @@
 
     python bench/update.py --shape 3b --groups 8 --responses 16 --prompt 330 --response 386
     python bench/update.py … --budget 6656,8192,16384 --recompute 0,0.5,1 --lengths equal,spread --layout auto,whole
+    python bench/update.py … --activations 1,0.99 --key-heads 1,16 --chunk 2048,8192
     torchrun --nproc-per-node 2 bench/update.py …        the same global batch over two processes: compare the losses
 
 Every combination of the comma-separated settings is measured with a fresh model: one update to compile and warm up,
 then `--updates` timed ones, optimizer step included; the median counts.  A setting that does not fit is reported as
-such.  Unique tokens: the prompt of a group once, the last token of a response (it is nobody's input) never, however
-they were computed.  MFU: 6 N per unique token, of 989 TFLOP/s, whatever was recomputed.  Floor: 6 N per unique token
-at 989 TFLOP/s + AdamW's 28 bytes a parameter at the card's bandwidth.
+such (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps in a card's memory).  Unique tokens: the
+prompt of a group once, the last token of a response (it is nobody's input) never, however they were computed.  MFU:
+6 N per unique token, of 989 TFLOP/s, whatever was recomputed.  Floor: 6 N per unique token at 989 TFLOP/s + AdamW's
+28 bytes a parameter at the card's bandwidth.
 """
 
 from __future__ import annotations
@@ -53,11 +55,14 @@ def make_rollouts(args, kind: str, vocabulary: int) -> list[Rollout]:
     return out
 
 
-def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute: float) -> dict:
+def measure(args, where: D.Dist, setting: dict) -> dict:
     """One setting."""
+    kind, layout, budget, recompute = (setting[key] for key in ("lengths", "layout", "budget", "recompute"))
     cuda = where.device.type == "cuda"
     torch._dynamo.reset()
     M.ROW_MULTIPLE, M.DYNAMIC = args.row_multiple, False if args.static else None
+    M.CHUNK_TOKENS, M.KEY_HEADS, M.ACTIVATIONS = setting["chunk"], setting["key_heads"], setting["activations"]
+    M.FLEX_OPTIONS |= {name: int(value) for name, value in (word.split("=") for word in args.flex.split(",") if word)}
     policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
                                  cuda and not args.eager)
     D.shard_model(policy, where, cuda, not args.gather_each, args.offload)
@@ -86,7 +91,7 @@ def measure(args, where: D.Dist, kind: str, layout: str, budget: int, recompute:
             reference_seconds.append(grpo.timed(where.device, grpo.add_reference, reference, plans, 1.0)[1])
         stats, took = grpo.timed(where.device, grpo.update, policy, optimizer, plans, cfg, where)
         seconds.append(took)
-        D.print0(f"  {kind} {layout} {budget} {recompute:g}: update {i} took {took:.3f}s")
+        D.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
         first = first or stats
     if args.profile and where.rank == 0:
         profile(args.profile, lambda: grpo.update(policy, optimizer, plans, cfg, where))
@@ -147,6 +152,11 @@ def main() -> None:
     p.add_argument("--layout", default="auto", help="auto, shared, whole, dense")
     p.add_argument("--budget", default="8192", help="micro_batch_tokens")
     p.add_argument("--recompute", default="0", help="gradient_checkpointing, a share of the layers")
+    p.add_argument("--activations", default=str(M.ACTIVATIONS), help="of compiled layers, see model.ACTIVATIONS; 0.99: "
+                   "what costs no matrix product is computed again")
+    p.add_argument("--key-heads", default=str(M.KEY_HEADS), help="of flex attention, see model.KEY_HEADS; 1: as it is")
+    p.add_argument("--chunk", default=str(M.CHUNK_TOKENS), help="tokens whose logits exist at the same time")
+    p.add_argument("--flex", default="", help="flex attention's kernel options: bwd_BLOCK_M1=32,bwd_num_stages=2,…")
     p.add_argument("--updates", type=int, default=3, help="timed updates a setting")
     p.add_argument("--reference", action="store_true", help="hold a bf16 reference and time its pass too")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -158,12 +168,13 @@ def main() -> None:
     args = p.parse_args()
     where = D.setup()
     rows = []
-    choices = (x.split(",") for x in (args.lengths, args.layout, args.budget, args.recompute))
-    for kind, layout, budget, recompute in itertools.product(*choices):
-        setting = {"lengths": kind, "layout": layout, "budget": int(budget), "recompute": float(recompute)}
-        began = time.perf_counter()
+    kinds = {"lengths": str, "layout": str, "budget": int, "recompute": float, "activations": float, "key_heads": int,
+             "chunk": int}
+    choices = ([kind(x) for x in getattr(args, key).split(",")] for key, kind in kinds.items())
+    for values in itertools.product(*choices):
+        setting, began = dict(zip(kinds, values)), time.perf_counter()
         try:
-            row = setting | measure(args, where, kind, layout, int(budget), float(recompute))
+            row = setting | measure(args, where, setting)
         except torch.cuda.OutOfMemoryError:
             row = setting | {"oom": True}
         gc.collect()

@@ -78,6 +78,11 @@ def test_flex_attention_gives_the_padded_log_probabilities(kind):
         assert (a - b).abs().max() < 3e-5
 
 
+def test_keys_are_repeated_until_there_are_heads_enough():
+    shapes = [(16, 2), (14, 2), (32, 8), (28, 4), (8, 8), (64, 8), (40, 8)]
+    assert [M.key_copies(*s) for s in shapes] == [8, 7, 2, 7, 1, 2, 5]
+
+
 def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
     model = M.prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
     assert M.choose_layout(model, [700] * 16, 5000) == "dense"
