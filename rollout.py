@@ -883,7 +883,7 @@ class TorchEngine:
         if self.device.type == "cuda":
             if self._cache and self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
                 self._cache = None
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # its pieces would not fit the trainer's; else that takes what is unused over
 
     def wake(self) -> None:
         self.asleep = False
