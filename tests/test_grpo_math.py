@@ -9,6 +9,7 @@ import torch
 
 import grpo
 from grpo import aggregate, clipped_policy_loss, group_advantages, low_var_kl, loss_denominator, truncated_importance
+from rollout import sample_tokens
 
 
 
@@ -81,7 +82,7 @@ def test_grp_15_and_17_sum_over_one_global_count():
         assert abs(total.item() - 0.90625) < 1e-5
     ranks = [(torch.full((1, 10), 3.), torch.ones(1, 10)), (torch.full((1, 2), .5), torch.ones(1, 2))]
     count = sum(loss_denominator(m, "token_mean", 0) for _, m in ranks)
-    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)
+    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)  # grp-17
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
@@ -199,3 +200,13 @@ def test_collapse_reason():
         assert grpo.collapse_reason([good] * 30 + [good | change] * 10)
     rising = [dict(format_rate=.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)]
     assert grpo.collapse_reason(rising) is None
+
+
+def test_grp_29_training_samples_from_the_distribution_its_log_probabilities_are_of():
+    """Log-probabilities under top_p are of what was kept (rollout.sample_tokens); so GRPO samples without it."""
+    logits, one = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1)
+    (ids, logprobs), (_, whole) = (sample_tokens(logits, one, torch.tensor([p]), torch.zeros(1, dtype=torch.float64))
+                                   for p in (0.8, 1.0))
+    assert ids.tolist() == [0] and float(logprobs) == pytest.approx(-0.470004, abs=1e-6)
+    assert float(whole) == pytest.approx(-0.693147, abs=1e-6)
+    assert grpo.sampling_for(grpo.GRPOConfig(), 0, 0).top_p == 1.0

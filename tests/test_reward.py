@@ -34,7 +34,7 @@ GOOD = "<think>she is Curie</think>\n<rewrite>Where was Marie Curie born?</rewri
 ELSEWHERE = {
     "rew-38": "test_evaluate.py: read_qrels keeps gain 0 apart from gain 1",
     "rew-40": "data.with_gold leaves turns without a gold passage out and counts them; tested with data.py",
-    "rew-42": "the answer reward of a cut-off episode belongs to the search task, which is not built yet",
+    "rew-42": "test_episode.py: an episode cut off by its budget earns nothing",
 }
 
 # ---------------------------------------------------------------------------------------------- strict parser

@@ -24,15 +24,8 @@ CASES_ELSEWHERE = {
     "syn-03": "test_distributed.py: gradient norm",
     "syn-11": "test_distributed.py: clip factor",
     "syn-13": "test_grpo.py: rows and ranks",
-}
-CASES_LATER = {
-    "rol-06": "multi-turn glue of the agent episode",
-    "rol-12": "two search tags: search episode",
-    "rol-14": "end of an episode at the answer",
-    "rol-16": "length budget over turns: episode",
-    "rol-20": "tags inside retrieved text: episode",
-    "syn-05": "LoRA: merge and unmerge",
-    "syn-09": "LoRA: reference policy",
+    **dict.fromkeys(("rol-06", "rol-12", "rol-14", "rol-16", "rol-20"), "test_episode.py"),
+    **dict.fromkeys(("syn-05", "syn-09"), "test_lora.py"),
 }
 PROMPTS = [[7, 8, 9, 10, 11], [7, 8, 9, 40], [7, 8, 9, 10, 11], [7, 8, 9, 50, 51, 52, 53, 54, 55], [7, 8, 9, 10]]
 
