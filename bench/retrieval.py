@@ -2,7 +2,7 @@
 
     python bench/retrieval.py mode=gold-ranks out=bench/results/gold_ranks.json
     python bench/retrieval.py mode=tune
-    python bench/retrieval.py mode=encode peer_script=FILE out=bench/results/encode.json
+    python bench/retrieval.py mode=encode out=bench/results/encode.json
     python bench/retrieval.py mode=search-gpu out=bench/results/search_gpu.json
     python bench/retrieval.py mode=search-cpu out=bench/results/search_cpu.json
     python bench/retrieval.py mode=faiss out=bench/results/faiss.json
@@ -13,16 +13,18 @@ on the card: 10 million of 768 numbers are 15.4 GB.  Times on a GPU are medians 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Callable, Literal
 
@@ -42,15 +44,15 @@ class BenchConfig:
     mode: Literal["gold-ranks", "tune", "encode", "search-gpu", "search-cpu", "faiss"]
     """what is measured"""
     passages: int = 0
-    """passages; 0: 10,000,000 on a GPU, 1,000,000 on a CPU, 131,072 to encode"""
+    """passages; 0: 10,000,000 on a GPU, 1,000,000 on a CPU, 98,304 to encode"""
     dim: int = 0
     """numbers of a vector; 0: 768 on a GPU, 384 on a CPU"""
     queries: list[int] = field(default_factory=list)
     """numbers of queries; empty: as the mode has them"""
     threads: int = 2
     """search-cpu, faiss: threads of either side"""
-    peer_script: str = ""
-    """encode: a script that encodes with sentence-transformers on this card and prints a JSON line; empty: none"""
+    peer_passages: int = 12_288
+    """encode: how many of the passages sentence-transformers encodes too (in float32 a quarter of them); 0: none"""
     batch_tokens: int = 65536
     """encode: tokens of one batch"""
     workers: int = -1
@@ -200,12 +202,15 @@ def count_by_product(q: torch.Tensor, matrix: torch.Tensor, score: torch.Tensor)
     return count
 
 
+WORDS = [f"w{i:05}" for i in range(30000)]
+
+
 def random_roberta(folder: Path, small: bool) -> None:
     """A RoBERTa-base shape with random weights and a tokenizer of 30,000 words, as the peer's script has it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaModel
     special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-    core = Tokenizer(models.WordLevel(special | {f"w{i}": i + 4 for i in range(30000)}, unk_token="<unk>"))
+    core = Tokenizer(models.WordLevel(special | {word: i + 4 for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", bos_token="<s>",
@@ -216,72 +221,84 @@ def random_roberta(folder: Path, small: bool) -> None:
                                **shape), add_pooling_layer=False).save_pretrained(folder)
 
 
-def write_texts(path: Path, passages: int) -> int:
-    """Passages of 182 tokens on average (8 to 382), in the peer's distribution; the tokens in all."""
-    rng, words = np.random.default_rng(0), np.array([f"w{i}" for i in range(30000)])
+def write_texts(path: Path, passages: int) -> list[np.ndarray]:
+    """Passages of 182 tokens on average (10 to 382), lengths as the peer's script draws them; their token ids."""
+    rng = np.random.default_rng(0)
     lengths = np.clip(rng.normal(180, 60, passages).astype(int), 8, 380)
-    with open(path, "w", encoding="utf-8") as f:
+    words = np.frombuffer("".join(f"{word} " for word in WORDS).encode(), np.uint8).reshape(len(WORDS), -1)
+    ids = []
+    with open(path, "wb") as f:
         for i, n in enumerate(lengths.tolist()):
-            text = " ".join(words[rng.integers(0, 30000, n)].tolist())
-            f.write(f'{{"id": "p{i}", "title": "", "text": "{text}"}}\n')
-    return int(lengths.sum()) + 2 * passages
+            drawn = rng.integers(0, len(WORDS), n, dtype=np.int32)
+            f.write(b'{"id": "p%d", "title": "", "text": "%s"}\n' % (i, words[drawn].tobytes().rstrip()))
+            ids.append(np.concatenate([[0], drawn + 4, [2]]).astype(np.int32))
+    return ids
 
 
 def encode(cfg: BenchConfig) -> dict:
-    """Text to shards on disk, the encoder alone on the same tokens, and sentence-transformers by its own script."""
+    """Text to shards on disk, the encoder alone on the same tokens, and sentence-transformers on some of the texts.
+
+    What a process does once, however long its corpus, is measured by itself (`warm_up_s`: a small index, with it the
+    encoder is compiled); the index then made from file to file in `seconds`; and in it, from the end of the first
+    window of passages to the end of the last, `steady_passages_s`.
+    """
+    forkserver.ensure_running()  # imports what tokenising processes need, meanwhile
     import retriever as R
-    passages, _, _ = pick(cfg, 131_072, 0, [])
+    passages, _, _ = pick(cfg, 98_304, 0, [])
     work = Path(tempfile.mkdtemp(prefix="encode_"))
     try:
         random_roberta(work / "encoder", cfg.small)
-        tokens = write_texts(work / "corpus.jsonl", passages)
+        ids = write_texts(work / "corpus.jsonl", passages)
+        tokens = sum(map(len, ids))
         with open(work / "corpus.jsonl") as f, open(work / "first.jsonl", "w") as g:
-            g.writelines(line for line, _ in zip(f, range(min(passages, 20_000))))
+            g.writelines(islice(f, 2048))
         model, tokenizer, encoder = R.load_encoder(str(work / "encoder"), pooling="first", normalise=False,
                                                    passage_length=384)
         workers = max(os.cpu_count() - 1, 1) if cfg.workers < 0 else cfg.workers
-        settings = dict(batch_tokens=min(cfg.batch_tokens, 4096) if cfg.small else cfg.batch_tokens, workers=workers)
+        batch_tokens = min(cfg.batch_tokens, 4096) if cfg.small else cfg.batch_tokens
         began = time.perf_counter()
-        R.build_index(work / "warm", str(work / "first.jsonl"), model, tokenizer, encoder, **settings)  # compiles, too
+        R.build_index(work / "warm", str(work / "first.jsonl"), model, tokenizer, encoder, batch_tokens=batch_tokens)
         warm = time.perf_counter() - began
-        phases: dict[str, float] = {}
+        windows: list[tuple[int, float, float]] = []  # passages, when it began, when it was encoded
         encode_tokens = R.encode_tokens
 
-        def timed(*args, **kw):
+        def timed(model, window, *args):
             began = time.perf_counter()
-            out = encode_tokens(*args, **kw)
+            out = encode_tokens(model, window, *args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            phases["encoder"] = phases.get("encoder", 0.0) + time.perf_counter() - began
+            windows.append((len(window), began, time.perf_counter()))
             return out
         R.encode_tokens = timed
         began = time.perf_counter()
-        index = R.build_index(work / "index", str(work / "corpus.jsonl"), model, tokenizer, encoder, **settings)
+        index = R.build_index(work / "index", str(work / "corpus.jsonl"), model, tokenizer, encoder,
+                              batch_tokens=batch_tokens, workers=workers)
         whole, R.encode_tokens = time.perf_counter() - began, encode_tokens
-        alone = encoder_alone(R, work / "corpus.jsonl", model, tokenizer, encoder, settings["batch_tokens"],
-                              min(passages, 65536))
-        result = {"passages": passages, "mean_tokens": round(tokens / passages, 1), "workers": workers, **settings,
-                  "warm_up_s": round(warm, 1), "seconds": round(whole, 2),
-                  "seconds_in_encoder": round(phases["encoder"], 2),
+        alone = encoder_alone(R, ids[:32_768], model, encoder, batch_tokens)
+        result = {"passages": passages, "mean_tokens": round(tokens / passages, 1), "workers": workers,
+                  "batch_tokens": batch_tokens, "warm_up_s": round(warm, 1), "seconds": round(whole, 2),
+                  "seconds_to_first_window": round(windows[0][1] - began, 2),
+                  "seconds_in_encoder": round(sum(end - start for _, start, end in windows), 2),
                   "passages_s": round(passages / whole), "tokens_s": round(tokens / whole),
                   "encoder_alone_passages_s": round(alone), "of_encoder_alone": round(passages / whole / alone, 3),
-                  "shards": len(index.shards), "hours_for_25.7M": round(25.7e6 / (passages / whole) / 3600, 2)}
-        if cfg.peer_script:
-            peer = subprocess.run([sys.executable, cfg.peer_script], stdout=subprocess.PIPE, text=True, check=True)
-            result["peer"] = json.loads(peer.stdout.strip().splitlines()[-1])
-            result["over_peer_bf16"] = round(result["passages_s"] / result["peer"]["bf16"]["passages_s"], 2)
+                  "shards": len(index.shards)}
+        if len(windows) > 1:
+            steady = sum(n for n, _, _ in windows[1:]) / (windows[-1][2] - windows[0][2])
+            result |= {"steady_passages_s": round(steady), "steady_of_encoder_alone": round(steady / alone, 3),
+                       "hours_for_25.7M": round(25.7e6 / steady / 3600, 2)}
+        if cfg.peer_passages:
+            with open(work / "corpus.jsonl") as f:
+                texts = [json.loads(line)["text"] for line in islice(f, cfg.peer_passages)]
+            result["peer"] = sentence_transformers_rates(str(work / "encoder"), model.config.hidden_size, texts)
+            ours = result.get("steady_passages_s", result["passages_s"])
+            result["over_peer_bf16"] = round(ours / result["peer"]["bf16_passages_s"], 2)
         return result
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int, passages: int) -> float:
+def encoder_alone(R, tokens: list[np.ndarray], model, encoder, batch_tokens: int) -> float:
     """Passages a second of the same compiled encoder on the same batches, with tokens ready and nothing written."""
-    import copy
-
-    from data import located_passages
-    texts = [p.contents for _, (_, _, p) in zip(range(passages), located_passages(str(corpus)))]
-    tokens = [np.array(ids, dtype=np.int32) for ids in tokenizer(texts, verbose=False)["input_ids"]]
     packed = None
     if R.can_pack(model, tokens):
         model = copy.deepcopy(model).to(torch.bfloat16)
@@ -293,7 +310,7 @@ def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int,
         began = time.perf_counter()
         for window in windows:
             call(window)
-        return passages / (time.perf_counter() - began)
+        return len(tokens) / (time.perf_counter() - began)
     batches = []
     for window in windows:
         window = sorted(window, key=lambda ids: -len(ids))
@@ -304,7 +321,29 @@ def encoder_alone(R, corpus: Path, model, tokenizer, encoder, batch_tokens: int,
         for batch in batches:
             packed.vectors(batch, encoder)
     torch.cuda.synchronize()
-    return passages / (time.perf_counter() - began)
+    return len(tokens) / (time.perf_counter() - began)
+
+
+def sentence_transformers_rates(folder: str, size: int, texts: list[str]) -> dict:
+    """Passages a second of sentence-transformers' `encode` with the same encoder, as the peer's script calls it."""
+    import sentence_transformers
+    from sentence_transformers import models
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = sentence_transformers.SentenceTransformer(
+        modules=[models.Transformer(folder, max_seq_length=384), models.Pooling(size, pooling_mode="cls")], device=device)
+    rates: dict = {"sentence_transformers": sentence_transformers.__version__, "passages": len(texts)}
+    for name, dtype, some in (("fp32", torch.float32, texts[:len(texts) // 4]), ("bf16", torch.bfloat16, texts)):
+        model.to(dtype)
+
+        def call(part: list[str]) -> float:
+            began = time.perf_counter()
+            model.encode(part, batch_size=256, convert_to_tensor=True, show_progress_bar=False)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+        call(some[:2048])
+        rates[f"{name}_passages_s"] = round(len(some) / call(some))
+    return rates
 
 
 def search_gpu(cfg: BenchConfig) -> dict:
@@ -433,7 +472,7 @@ def main(cfg: BenchConfig) -> dict:
         raise ConfigError("mode=tune measures a kernel for a Hopper GPU, and there is none here")
     measured = MODES[cfg.mode](cfg)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    words = [w for w in sys.argv[1:] if not w.startswith(("out=", "peer_script=", "index="))]
+    words = [w for w in sys.argv[1:] if not w.startswith(("out=", "index="))]
     result = {"command": " ".join(["python bench/retrieval.py", *words]), "card": card, "torch": torch.__version__,
               "python": platform.python_version(), "cpus": os.cpu_count(), "load_average": os.getloadavg(),
               "date": time.strftime("%Y-%m-%d %H:%M:%S"), **measured}
