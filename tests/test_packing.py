@@ -138,7 +138,7 @@ def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled)
         batch = batch_of(*shape)
         weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
         (a, ga), (b, gb), (c, gc) = (gradients(model, batch, layout, weights) for layout in ("shared", "dense", None))
-        assert (a - c).abs().max() < 1e-4 and (b - c).abs().max() < 1e-4
+        assert (a - c).abs().max() < 5e-4 and (b - c).abs().max() < 5e-4  # either is up to 1.3e-4 from float64 here
         for x, y, z in zip(ga, gb, gc):
             assert (x - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5 and (y - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5
 
