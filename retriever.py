@@ -429,7 +429,10 @@ def encode_tokens(model: nn.Module, tokens: Sequence[np.ndarray], encoder: Encod
     progress(len(which) - len(distinct))
     made = np.empty(len(order), dtype=np.int64)  # where among the batches each distinct text was encoded
     made[order] = np.arange(len(order))
-    return torch.cat(vectors).float()[torch.from_numpy(made[np.array(which, dtype=np.int64)]).to(device)]
+    places = torch.from_numpy(made[np.array(which, dtype=np.int64)])
+    if device.type == "cuda":  # the caller may go on while the device is at work
+        places = places.pin_memory().to(device, non_blocking=True)
+    return torch.cat(vectors).float()[places]
 
 
 def encode(model: nn.Module, tokenizer: Any, texts: Sequence[str], encoder: Encoder | None = None, query: bool = False,
@@ -631,32 +634,48 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
 
 def _encode_shards(folder: Path, missing: Sequence[tuple[int, range]], source: Iterator[list[np.ndarray]],
                    model: nn.Module, tokenizer: Any, encoder: Encoder, batch_tokens: int) -> None:
-    """Encode shards (number, passages) from their tokens; a thread writes one while the next is encoded."""
+    """Encode shards (number, passages) from their tokens, window by window; a thread writes one while the next is
+    encoded."""
     length, ends = min(encoder.passage_length, _position_limit(model.config)), set(tokenizer.all_special_ids)
     bar = Progress(sum(len(span) for _, span in missing), f"index {folder}")
     packed, model = None, model.eval()
     if can_pack(model, []):
         model = copy.deepcopy(model).to(torch.bfloat16)
         packed = PackedModel(model, batch_tokens, length, compiled=True)
-    with ThreadPoolExecutor(1) as writer:
-        written = None
+
+    def encoded() -> Iterator[tuple[int, range, int, Tensor, int]]:
+        """(shard, its passages, first of the window, fp16 vectors, texts that were cut), each given away when the next
+        window is under way: the device has work while the host waits for it, looks, and makes the next one ready."""
+        before = None
         for number, span in missing:
-            vectors, truncated = np.empty((len(span), vector_size(model)), dtype=np.float16), 0
             for first in range(0, len(span), WINDOW):
                 window: list[np.ndarray] = []
                 while len(window) < min(WINDOW, len(span) - first):
                     window += next(source)
-                truncated += sum(len(ids) > length for ids in window)
+                cut = sum(len(ids) > length for ids in window)
                 window = [truncate_ids(ids, length, ends) for ids in window]
                 part = encode_tokens(model, window, encoder, tokenizer.pad_token_id or 0, batch_tokens,
                                      packed if all(map(len, window)) else None, bar.update).half()
-                if not torch.isfinite(part).all():
-                    ids = read_ids(folder)
-                    refuse_nonfinite(part, [ids[i] for i in span[first:first + len(part)]])
-                vectors[first:first + len(part)] = part.cpu().numpy()
-            if written is not None:
-                written.result()
-            written = writer.submit(_write_shard, folder, number, vectors, truncated)
+                if before is not None:
+                    yield before
+                before = number, span, first, part, cut
+        if before is not None:
+            yield before
+
+    with ThreadPoolExecutor(1) as writer:
+        written = None
+        for number, span, first, part, cut in encoded():
+            if first == 0:
+                vectors, truncated = np.empty((len(span), vector_size(model)), dtype=np.float16), 0
+            truncated += cut
+            if not torch.isfinite(part).all():
+                ids = read_ids(folder)
+                refuse_nonfinite(part, [ids[i] for i in span[first:first + len(part)]])
+            vectors[first:first + len(part)] = part.cpu().numpy()
+            if first + len(part) == len(span):
+                if written is not None:
+                    written.result()
+                written = writer.submit(_write_shard, folder, number, vectors, truncated)
         if written is not None:
             written.result()
     bar.close()
