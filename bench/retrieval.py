@@ -295,7 +295,7 @@ def encode(cfg: BenchConfig) -> dict:
 
 
 def mark() -> float | torch.cuda.Event:
-    """The point in time that the device has reached when it is done with what was asked of it so far; waits for nothing."""
+    """The time at which the device is done with what was asked of it so far; doesn't wait for it."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -340,8 +340,8 @@ def sentence_transformers_rates(folder: str, size: int, texts: list[str]) -> dic
     import sentence_transformers
     from sentence_transformers import models
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = sentence_transformers.SentenceTransformer(
-        modules=[models.Transformer(folder, max_seq_length=384), models.Pooling(size, pooling_mode="cls")], device=device)
+    parts = [models.Transformer(folder, max_seq_length=384), models.Pooling(size, pooling_mode="cls")]
+    model = sentence_transformers.SentenceTransformer(modules=parts, device=device)
     rates: dict = {"sentence_transformers": sentence_transformers.__version__, "passages": len(texts)}
     for name, dtype, some in (("fp32", torch.float32, texts[:len(texts) // 4]), ("bf16", torch.bfloat16, texts)):
         model.to(dtype)
