@@ -165,12 +165,16 @@ def qrecc(cfg: QreccConfig) -> dict:
     def rows(paths: dict[str, str], split: str) -> Iterator[tuple[str, list[str], Turn]]:
         """(split, raw gold ids, turn without gold_ids) of every row of a turn file."""
         context: list[tuple[str, str]] = []
-        before = (None, 0)
+        before, seen = (None, 0), set()
         for where, row in read_array(paths[f"{split}_turns"]):
             number, turn = get(row, "Conversation_no", where), get(row, "Turn_no", where, int)
             if number != before[0]:
-                context = []
-            elif turn != before[1] + 1:
+                if number in seen:  # its context would be lost
+                    raise DataError(f"{where}: conversation {number} goes on after another one; the published file "
+                                    "keeps its turns together: fetch it again")
+                seen.add(number)
+                context, before = [], (number, 0)
+            if turn != before[1] + 1:
                 raise DataError(f"{where}: turn {turn} of conversation {number} follows turn {before[1]}; "
                                 "the published file numbers them one by one: fetch it again")
             before = (number, turn)

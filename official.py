@@ -337,7 +337,8 @@ def read_tsv(path: str) -> Iterator[tuple[str, list[str]]]:
             return
         except csv.Error as e:
             raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
-        yield f"{path}:{reader.line_num}", row
+        if row:  # not a blank line, as one may stand at the end
+            yield f"{path}:{reader.line_num}", row
 
 
 def read_zip(archive: zipfile.ZipFile, member: str) -> Iterator[tuple[str, dict]]:

@@ -310,9 +310,11 @@ def from_verl(row: dict, where: str) -> dict:
     question = row.get("question") or info.get("question") or text.rpartition("Question:")[2]
     if not question.strip() or not golds:
         raise DataError(f"{where}: no question, or no golden answer; columns found: {', '.join(row)}")
-    index = info.get("index", where.rpartition(" ")[2])
+    index = where.rpartition(" ")[2] if info.get("index") is None else info["index"]  # null where other rows have one
     key = row.get("id") or info.get("id") or f"{info.get('split') or 'row'}_{index}"
-    metadata = parse_object(info["metadata"], where) if isinstance(info.get("metadata"), str) else row.get("metadata")
+    metadata = info.get("metadata") or row.get("metadata")
+    if metadata and isinstance(metadata, str):
+        metadata = parse_object(metadata, f"{where}: metadata")
     return {"id": str(key), "question": question.strip(),
             "golden_answers": [str(g) for g in (golds if isinstance(golds, list) else [golds])],
             **({"metadata": metadata} if metadata else {})}

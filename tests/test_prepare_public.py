@@ -23,7 +23,7 @@ import conversations
 import official
 import prepare
 from conversations import CanardConfig, Cast19Config, Cast20Config, Cast21Config, MtragConfig, QreccConfig, TopiocqaConfig
-from data import DataError, read_corpus, read_turns
+from data import DataError, read_corpus, read_questions, read_turns
 from prepare import ParquetConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -232,6 +232,12 @@ def test_arrays_are_read_in_pieces_wherever_they_are_cut(tmp_path, block):
     assert list(official.read_array(f"{tmp_path}/empty.json", block)) == []
 
 
+def test_tsv_blank_lines_count_inside_quotes_alone(tmp_path):
+    put(f"{tmp_path}/a.tsv", 'id\ttext\ttitle\r\n1\t"a\r\n\r\nb \x85"\tT\r\n2\ta "lone quote\t\r\n\r\n')
+    assert [(where.rpartition(":")[2], row) for where, row in official.read_tsv(f"{tmp_path}/a.tsv")] == [
+        ("1", ["id", "text", "title"]), ("4", ["1", "a\n\nb \x85", "T"]), ("5", ["2", 'a "lone quote', ""])]
+
+
 def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
     """From the official files to BM25's MRR: ids of corpus, turns and qrels meet (TSV ids, never row numbers)."""
     import evaluate
@@ -345,6 +351,13 @@ def test_qrecc_bad_input(tmp_path, monkeypatch):
         conversations.qrecc(config)
     rewrite_rows(f"{raw}/scai-qrecc21-training-turns.json", lambda rows: rows[:1] + rows[2:])
     with pytest.raises(DataError, match="turn 3 of conversation 1 follows turn 1"):
+        conversations.qrecc(config)
+    row = qrecc_row(1, 1, "q", "a", ["http://b.com/y_p0"])  # either would silently get a context that lacks turns
+    put(f"{raw}/scai-qrecc21-training-turns.json", json.dumps([row | {"Turn_no": 4}]))
+    with pytest.raises(DataError, match="turn 4 of conversation 1 follows turn 0"):
+        conversations.qrecc(config)
+    put(f"{raw}/scai-qrecc21-training-turns.json", json.dumps([row, row | {"Conversation_no": 2}, row | {"Turn_no": 2}]))
+    with pytest.raises(DataError, match="object 3: conversation 1 goes on after another one"):
         conversations.qrecc(config)
     raw = qrecc_source(tmp_path / "raw")
     with open(f"{raw}/passages.zip", "rb") as f:
@@ -837,6 +850,12 @@ def test_rows_of_convsearch_r1_search_r1_and_research_come_in(tmp_path):
     research = convert("research", [{"data_source": "musique", "question": "Who?", "ability": "qa", "extra_info": {"id": "2hop_1"},
                                      "reward_model": {"style": "rule", "ground_truth": ["A", "B"]}}])
     assert research == [{"id": "2hop_1", "question": "Who?", "golden_answers": ["A", "B"]}]
+    # rows of several sets in one file: a key that a row lacks comes back as null
+    rows = [{"question": f"{n}?", "reward_model": {"ground_truth": ["A"]}, "extra_info": {"split": "train", "index": index},
+             "metadata": metadata} for n, (index, metadata) in enumerate([(5, '{"hops": 2}'), (None, None), (None, "")])]
+    assert [(r["id"], r.get("metadata")) for r in convert("mixed", rows)] == [
+        ("train_5", {"hops": 2}), ("train_2", None), ("train_3", None)]
+    assert len(read_questions(f"{tmp_path}/mixed.jsonl")) == 3
 
 
 @parquet_only
