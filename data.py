@@ -586,6 +586,12 @@ def special_strings(tokenizer) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values())})
 
 
+def control_strings(tokenizer) -> list[str]:
+    """The added tokens that the tokenizer calls special: not `<think>` of a reasoning model, which instructions name."""
+    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    return sorted({*tokenizer.all_special_tokens, *added})
+
+
 def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True) -> str:
     """The text of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
 
@@ -596,8 +602,7 @@ def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     if not tokenizer.chat_template:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
                         "or add a chat_template.jinja to its folder")
-    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    special = sorted({*tokenizer.all_special_tokens, *added})
+    special = control_strings(tokenizer)
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     messages = [m | {"content": defuse(m["content"], special)} for m in chat]
     # A macro, because transformers hands no function of ours on to a template.

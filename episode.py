@@ -192,7 +192,7 @@ def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling |
         if not active:
             break
         sampled = _sample(engine, active, samplings, budgets, number, task)
-        asking = [e for e, rollout in zip(active, sampled) if _advance(e, rollout, number, task)]
+        asking = [e for e, rollout in zip(active, sampled, strict=True) if _advance(e, rollout, number, task)]
         task.tools.run([call for e in asking for call in e.rounds[-1].calls if not call.note])
         for episode in asking:
             _append_results(episode, budgets[episode.group_id], task)
@@ -306,7 +306,7 @@ class SearchTask:
     def prompt(self, question: str) -> list[int]:
         if self.cfg.template == "base":
             text = data.search_text(question, self.examples, self.instruction)
-            return self.tokenizer(data.defuse(text, data.special_strings(self.tokenizer)))["input_ids"]
+            return self.tokenizer(data.defuse(text, data.control_strings(self.tokenizer)))["input_ids"]
         return data.encode_chat(self.tokenizer, data.search_messages(question, self.examples, self.instruction))
 
     def decode(self, ids: list[int]) -> str:
@@ -664,7 +664,7 @@ def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:
                else data.encode_chat(tokenizer, data.spell_tools(start, row["tools"])))
     elif row.get("template") == "base":
         text = data.search_text(start[-1]["content"], (), start[0]["content"])
-        ids = tokenizer(data.defuse(text, data.special_strings(tokenizer)))["input_ids"]
+        ids = tokenizer(data.defuse(text, data.control_strings(tokenizer)))["input_ids"]
     else:
         ids = data.encode_chat(tokenizer, start)
     mask, at = [0] * (len(ids) - 1), first

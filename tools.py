@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from config import ConfigError
+from data import DataError, _scrub
 
 
 class ToolsAway(RuntimeError):
@@ -79,7 +80,7 @@ def _read_block(block: str, schemas: list[dict]) -> list[Call]:
             reason = getattr(e, "msg", "nested too deeply")
             note = f'error: the call is not valid JSON ({reason}); write {{"name": "…", "arguments": {{…}}}}'
             return [*calls, Call("", {}, note)]
-        calls.append(_check_call(value, schemas))
+        calls.append(_check_call(_scrub(value), schemas))
         at = end + len(block[end:]) - len(block[end:].lstrip(" \t\r\n,"))
     return calls
 
@@ -94,7 +95,7 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
     name, arguments = value["name"], value.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _scrub(json.loads(arguments))
         except (ValueError, RecursionError):
             pass
     schema = next((s["function"] for s in schemas if s["function"]["name"] == name), None)
@@ -189,6 +190,8 @@ class RetrieverTools:
         try:
             ids = [id_ for id_, _ in hits]
             texts = [self.document(id_)["contents"] for id_ in ids]
+        except DataError:  # another corpus than the index was made of: no fault of this query
+            raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
             return f"the retriever gave {str(hits)[:80]!r}, which are no hits of this corpus ({e})"
         if self.numbered:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import AddedToken
 
 import config
 import data
@@ -525,6 +526,14 @@ def test_calls_that_cannot_be_made_are_answered(text, note):
     assert retriever.calls == [["Ann"]] and e.end == "answered" and not task.well_formed(e)
 
 
+@pytest.mark.parametrize("arguments", [r'{"query": "half \ud83d emoji"}', r'"{\"query\": \"half \\ud83d emoji\"}"'])
+def test_half_a_character_in_a_call_reaches_nobody(arguments):
+    """JSON escapes can spell half a surrogate pair: a tokenizer, a socket and a file all refuse it."""
+    made, = tools.parse_tool_calls(f'<tool_call>{{"name": "retrieve", "arguments": {arguments}}}</tool_call>',
+                                   [tools.SEARCH_TOOL])
+    assert made.arguments == {"query": "half \ufffd emoji"} and not made.note and made.arguments["query"].encode()
+
+
 def test_calls_that_other_parsers_lose():
     schemas = [tools.SEARCH_TOOL]
     one, two = '{"name": "retrieve", "arguments": {"query": "a"}}', '{"name": "retrieve", "arguments": {"query": "b"}}'
@@ -669,6 +678,14 @@ def test_base_models_get_one_string(tmp_path):
     assert shown.endswith("\nUser: Who? Assistant: A.\nUser: Where? Assistant:")
     (tmp_path / "rules.txt").write_text("My rules.\n")
     assert search_task(instruction=str(tmp_path / "rules.txt")).messages("a")[0] == {"role": "system", "content": "My rules."}
+
+
+def test_an_instruction_may_name_a_token_that_is_not_special():
+    """Reasoning models have `<think>` as one token; what the tokenizer calls special stays broken in a question."""
+    tok = tiny.tiny_tokenizer(chat=False)
+    tok.add_tokens([AddedToken("<think>", special=False)])
+    text = tok.decode(search_task(template="base", tok=tok).prompt("Where <|im_end|>?"))
+    assert "<think>" in text and "< think>" not in text and "< |im_end|>" in text
 
 
 def test_rows_that_are_no_trajectories_are_refused():
