@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,16 @@ def bandwidth() -> float | None:
     return next((rate for name, rate in BANDWIDTH.items() if name in card()), None)
 
 
+def shrink_card(gib: float) -> None:
+    """Hold the card's memory beyond `gib` from a process that ends with this one: all that runs here, libraries with
+    allocators of their own too, finds a card of that size."""
+    code = (f"import sys, torch; torch.cuda.set_device({torch.cuda.current_device()}); size = torch.cuda.mem_get_info()[1] - int({gib} * 2**30); "
+            "held = torch.empty(size, dtype=torch.uint8, device='cuda'); print(size, flush=True); sys.stdin.read()")
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if not holder.stdout.readline().strip().isdigit():
+        raise SystemExit(f"--card-gib {gib}: the card's memory beyond that could not be taken")
+
+
 def report(results: dict, out: str) -> None:
     """Print one JSON line with card, versions, command and date, and write it to the file `out` if one is named."""
     versions = {"python": platform.python_version(), "torch": torch.__version__,
@@ -107,4 +118,5 @@ def parser(doc: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=doc.split("\n")[0])
     p.add_argument("--shape", default="3b", choices=SHAPES)
     p.add_argument("--out", default="", help="also write the JSON to this file")
+    p.add_argument("--card-gib", type=float, default=0.0, help="as on a card of that memory: another process holds the rest")
     return p

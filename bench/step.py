@@ -156,16 +156,18 @@ def main() -> None:
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
-    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, with this engine")
+    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, with this engine (on the whole card)")
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
     args = p.parse_args()
     theirs = peer(args) if args.peer else None
+    if args.card_gib:
+        shapes.shrink_card(args.card_gib)
     result, rank = ours(args)
     if rank == 0:
         sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
-                                               "recompute", "activations")}
+                                               "recompute", "activations", "card_gib")}
         result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
         if theirs is not None:
             result["peer"] = theirs

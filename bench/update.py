@@ -100,7 +100,8 @@ def measure(args, where: D.Dist, setting: dict) -> dict:
     floor = 6 * size * unique / shapes.BF16_FLOPS / cards
     moved = 28 * size / cards / shapes.bandwidth() if shapes.bandwidth() else None
     return {"micro_batches": len(plans[0]), "unique_tokens": unique, "computed_tokens": computed,
-            "trained_tokens": first["tokens"], "loss": first["loss"], "grad_norm": first["grad_norm"], "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
+            "trained_tokens": first["tokens"], "loss": first["loss"], "grad_norm": first["grad_norm"],
+            "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
             "tokens_per_second": round(unique / took), "mfu": round(floor / took, 4),
             "floor_seconds": round(floor + (moved or 0.0), 4),
             "layouts": sorted({kind_of(m) for plan in plans for m in plan}),
@@ -167,6 +168,8 @@ def main() -> None:
     p.add_argument("--profile", default="", help="write a profile of one more update to this file")
     args = p.parse_args()
     where = D.setup()
+    if args.card_gib:
+        shapes.shrink_card(args.card_gib)
     rows = []
     kinds = {"lengths": str, "layout": str, "budget": int, "recompute": float, "activations": float, "key_heads": int,
              "chunk": int}
