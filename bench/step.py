@@ -156,7 +156,7 @@ def main() -> None:
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
-    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, with this engine (on the whole card)")
+    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, on the whole card")
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
