@@ -84,7 +84,7 @@ search="retriever.kind=bm25 retriever.corpus=$train/corpus.jsonl"
 # while GRPO runs (its seconds include them).
 answer base "$MODEL" $few & base=$!
 began=$SECONDS
-$py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.8 \
+$py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.7 \
   $search $EPISODE max_response_tokens="$TOKENS" chunk=512 engine.kind="$ENGINE" engine.batch="$BATCH" engine.gpu_memory=0.4
 note sampling
 $py report.py trajectories="$run/trajectory.jsonl" questions="$run/sampled.jsonl" out="$run/report_sampled" success="$SUCCESS" \
