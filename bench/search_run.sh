@@ -15,9 +15,9 @@ case $task in search|agent) ;; *) echo "error: unknown task $task: search or age
 MODEL=${MODEL:-models/qwen0.5b}     # a Hugging Face folder
 DATA=${DATA:-data/multihop}
 QUESTIONS=${QUESTIONS:-800}         # training questions that episodes are sampled for
-SAMPLES=${SAMPLES:-4}               # episodes of each
+SAMPLES=${SAMPLES:-6}               # episodes of each
 SUCCESS=${SUCCESS:-em}              # which are successful: em (exact answer) or f1 (F1 >= 0.8); right form and a search are always asked
-KEEP=${KEEP:-2}                     # successful ones kept of each
+KEEP=${KEEP:-3}                     # successful ones kept of each
 LEAST=${LEAST:-50}                  # with fewer records there is no SFT: the run ends and says what to change
 CAP=${CAP:-300}                     # most that are kept of each number of searches
 DEV=${DEV:-64}                      # training questions set aside for validation
@@ -81,10 +81,11 @@ head -n "$QUESTIONS" "$run/train.jsonl" > "$run/sampled.jsonl"
 search="retriever.kind=bm25 retriever.corpus=$train/corpus.jsonl"
 
 # What the next stage does not wait for runs beside it: the evaluations of the base model while episodes are sampled, those after SFT
-# while GRPO runs (its seconds include them).
+# while GRPO runs (its seconds include them).  vLLM measures the card's free memory as it starts, so beside it nothing may run.
 answer base "$MODEL" $few & base=$!
+[ "$ENGINE" = torch ] || wait "$base"
 began=$SECONDS
-$py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.7 \
+$py infer.py task="$task" model="$MODEL" questions="$run/sampled.jsonl" out="$run/trajectory.jsonl" $few samples="$SAMPLES" temperature=0.5 top_p=0.95 \
   $search $EPISODE max_response_tokens="$TOKENS" chunk=512 engine.kind="$ENGINE" engine.batch="$BATCH" engine.gpu_memory=0.4
 note sampling
 $py report.py trajectories="$run/trajectory.jsonl" questions="$run/sampled.jsonl" out="$run/report_sampled" success="$SUCCESS" \
@@ -100,6 +101,7 @@ $py sft.py --config "configs/$task-sft.yaml" model="$MODEL" records="$run/report
 note sft
 wait "$zero"
 answer sft "$run/sft/final" & sft=$!
+[ "$ENGINE" = torch ] || wait "$sft"
 began=$SECONDS
 $py grpo.py --config "configs/$task-grpo.yaml" model="$run/sft/final" train="$run/train.jsonl" dev="$run/dev.jsonl" \
   "qrels=[$train/train.qrels]" out="$run/grpo" $search $EPISODE max_response_tokens="$TOKENS" steps="$STEPS" \
