@@ -48,7 +48,7 @@ ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one o
 KEY_HEADS = 16  # flex attention gets keys and values of so many heads, repeated where the model has fewer
 DYNAMIC = None  # torch.compile's: from the second length on, length is a variable; False: each length is compiled
 SHARING_PAYS = 1.15  # laying prompts out once has to save this factor in tokens before flex attention is chosen
-ACTIVATIONS = 0.99  # share compiled layers keep for the backward pass; the rest costs little again (3B: 8 GiB, 3 % of time)
+ACTIVATIONS = 0.99  # share compiled layers keep for the backward pass; the rest is cheap to redo (3B: 8 GiB for 3 %)
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
 

@@ -95,8 +95,9 @@ def shrink_card(gib: float) -> None:
         raise SystemExit(f"--card-gib {gib}: the card's memory beyond that could not be taken")
 
 
-def report(results: dict, out: str) -> None:
-    """Print one JSON line with card, versions, command and date, and write it to the file `out` if one is named."""
+def report(results: dict, out: str, final: bool = True) -> None:
+    """Write results with card, versions, command and date to the file `out`, if one is named, and in the end print them
+    as one JSON line.  A benchmark calls it after every part as well: what is measured survives whatever comes next."""
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": transformers.__version__}
     vllm = sys.modules.get("vllm")
@@ -105,12 +106,13 @@ def report(results: dict, out: str) -> None:
     row = {"bench": Path(sys.argv[0]).stem, "card": card(), "versions": versions,
            "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])]),
            "date": time.strftime("%Y-%m-%d"), **results}
-    text = json.dumps(row)
-    print(text, flush=True)
+    if final:
+        print(json.dumps(row), flush=True)
     if out:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-        with open(out, "w", encoding="utf-8") as f:
+        with open(f"{out}.tmp", "w", encoding="utf-8") as f:
             f.write(json.dumps(row, indent=1) + "\n")
+        os.replace(f"{out}.tmp", out)
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
