@@ -1,4 +1,4 @@
-"""What the benchmarks share: named model shapes with random weights, a tokenizer, the card's limits, the form of results.
+"""What the benchmarks share: model shapes with random weights, a tokenizer, the card's limits, the form of results.
 
 Shapes are Qwen2's (tied embeddings), as the peer's script has them; N counts the embedding once, because the tied head
 uses it in every trained token.
@@ -88,7 +88,8 @@ def bandwidth() -> float | None:
 def shrink_card(gib: float) -> None:
     """Hold the card's memory beyond `gib` from a process that ends with this one: all that runs here, libraries with
     allocators of their own too, finds a card of that size."""
-    code = (f"import sys, torch; torch.cuda.set_device({torch.cuda.current_device()}); size = torch.cuda.mem_get_info()[1] - int({gib} * 2**30); "
+    code = (f"import sys, torch; torch.cuda.set_device({torch.cuda.current_device()}); "
+            f"size = torch.cuda.mem_get_info()[1] - int({gib} * 2**30); "
             "held = torch.empty(size, dtype=torch.uint8, device='cuda'); print(size, flush=True); sys.stdin.read()")
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if not holder.stdout.readline().strip().isdigit():
@@ -103,8 +104,9 @@ def report(results: dict, out: str, final: bool = True) -> None:
     vllm = sys.modules.get("vllm")
     if vllm is not None:
         versions["vllm"] = vllm.__version__
+    words = [w for last, w in zip(sys.argv, sys.argv[1:]) if "--out" not in (last, w)]  # a path of this machine
     row = {"bench": Path(sys.argv[0]).stem, "card": card(), "versions": versions,
-           "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])]),
+           "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, words)]),
            "date": time.strftime("%Y-%m-%d"), **results}
     if final:
         print(json.dumps(row), flush=True)
@@ -120,5 +122,6 @@ def parser(doc: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=doc.split("\n")[0])
     p.add_argument("--shape", default="3b", choices=SHAPES)
     p.add_argument("--out", default="", help="also write the JSON to this file")
-    p.add_argument("--card-gib", type=float, default=0.0, help="as on a card of that memory: another process holds the rest")
+    p.add_argument("--card-gib", type=float, default=0.0,
+                   help="as on a card of that memory: another process holds the rest")
     return p

@@ -6,8 +6,9 @@
 
 It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a
 hash of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left
-out; the medians of the others count.  The peer (TRL's GRPOTrainer, a script of its own: see --peer-script) runs first, in a
-process of its own with the same sizes, and its first step is left out too.
+out; the medians of the others count.  With --peer this process holds no memory of the card: ours runs in one of its
+own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script) in another, with the same sizes; its
+first step is left out too.  --out has our phases after every step, whatever becomes of the next step or of the peer.
 
 Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
 step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N
@@ -17,12 +18,14 @@ and the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import zlib
+from pathlib import Path
 
 import shapes
 import torch
@@ -49,8 +52,9 @@ def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
         model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
-        max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001, micro_batch_tokens=args.budget,
-        gradient_checkpointing=args.recompute, compile=compiled, steps=args.steps + 1, warmup_steps=0,
+        max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001,
+        micro_batch_tokens=args.budget, gradient_checkpointing=args.recompute, compile=compiled,
+        steps=args.steps + 1, warmup_steps=0,
         engine=EngineConfig(kind=args.engine, batch=args.engine_batch, gpu_memory=args.gpu_memory))
     grpo.check_config(cfg, where.world)
     tokenizer = shapes.word_tokenizer()
@@ -86,11 +90,40 @@ def floors(args, world: int) -> dict[str, float]:
             "update": 6 * size * unique / flops + 28 * size / world / rate, "sync": 6 * size / rate}
 
 
-def ours(args) -> tuple[dict, int]:
-    """Phases of our steps, and the rank of this process."""
+def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
+    """Phases and rates of the steps so far; medians without the first one, where there are others."""
+    timed = rows[1:] or rows
+    phases = {name: statistics.median(row[f"seconds_{name}"] for row in timed)
+              for name in ("sample", "reward", "reference", "update", "sync")}
+    size = shapes.parameters(args.shape)
+    unique = args.prompts * (args.prompt_len + args.responses * (args.new - 1))
+    tokens = args.prompts * args.responses * args.new
+    result = {"step_seconds": round(statistics.median(walls[1:] or walls), 3), "steps": [round(w, 3) for w in walls],
+              "phases": {k: round(v, 3) for k, v in phases.items()},
+              "sampled_tokens_per_second": round(tokens / phases["sample"]),
+              "update_unique_tokens_per_second": round(unique / phases["update"]),
+              "update_mfu": round(6 * size * unique / phases["update"] / world / shapes.BF16_FLOPS, 4),
+              "engine_gap": rows[-1]["engine_gap"], "engine_gap_max": rows[-1]["engine_gap_max"],
+              "loss": [row["loss"] for row in rows], "response_tokens": rows[-1]["response_tokens"]}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+                   "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+                   "card_used_gib_at_end": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
+    if shapes.bandwidth():
+        result["floors"] = {k: round(v, 4) for k, v in floors(args, world).items()}
+    return result
+
+
+def ours(args) -> None:
+    """Our steps, reported after each of them."""
     where = D.setup()
+    if args.card_gib:
+        shapes.shrink_card(args.card_gib)
     grpo.score = hashed_scores
-    cuda = where.device.type == "cuda"
+    sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
+                                           "recompute", "activations", "card_gib")}
+    sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, where, shapes.write_config_folder(args.shape, folder))
         grpo.wake_engine(run)
@@ -98,45 +131,47 @@ def ours(args) -> tuple[dict, int]:
         for step in range(args.steps + 1):
             if step == 1:
                 grpo.spare_collector()
-                if cuda:
+                if where.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
             (row, _), wall = grpo.timed(where.device, grpo.train_step, run, step)
             D.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
             rows.append(row)
             walls.append(wall)
-    phases = {name: statistics.median(row[f"seconds_{name}"] for row in rows[1:])
-              for name in ("sample", "reward", "reference", "update", "sync")}
-    size, world = shapes.parameters(args.shape), where.world
-    unique = args.prompts * (args.prompt_len + args.responses * (args.new - 1))
-    tokens = args.prompts * args.responses * args.new
-    result = {"step_seconds": round(statistics.median(walls[1:]), 3), "steps": [round(w, 3) for w in walls],
-              "phases": {k: round(v, 3) for k, v in phases.items()},
-              "sampled_tokens_per_second": round(tokens / phases["sample"]),
-              "update_unique_tokens_per_second": round(unique / phases["update"]),
-              "update_mfu": round(6 * size * unique / phases["update"] / world / shapes.BF16_FLOPS, 4),
-              "engine_gap": rows[-1]["engine_gap"], "engine_gap_max": rows[-1]["engine_gap_max"],
-              "loss": [row["loss"] for row in rows], "response_tokens": rows[-1]["response_tokens"]}
-    if cuda:
-        free, total = torch.cuda.mem_get_info()
-        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                   "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-                   "card_used_gib_at_end": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
-    if shapes.bandwidth():
-        result["floors"] = {k: round(v, 4) for k, v in floors(args, world).items()}
+            if where.rank == 0:
+                shapes.report(sizes | {"ours": summary(args, rows, walls, where.world)}, args.out, step == args.steps)
     D.cleanup()
-    return result, where.rank
+
+
+def in_own_process(args) -> dict:
+    """What `ours` reports, run in a process of its own: the card is empty when it has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(args.out or f"{folder}/ours.json")
+        out.unlink(missing_ok=True)  # an earlier run's
+        status = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--peer", "", "--out", str(out)]).returncode
+        row = json.loads(out.read_text()) if out.exists() else {}
+    row.pop("command", None)
+    return row | ({"ours_failed": status} if status else {})
 
 
 def peer(args) -> dict:
-    """The peer's step, in a process of its own that is gone before ours begins."""
+    """The peer's step, in a process of its own."""
     options = {"shape": args.shape, "prompts": args.prompts, "n": args.responses, "prompt-len": args.prompt_len,
                "new": args.new, "micro": args.peer_micro, "steps": args.peer_steps + 1, "engine": args.peer,
                "beta": 0 if args.no_kl else 0.001}
     command = [sys.executable, args.peer_script, *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"failed": done.returncode, "stderr": done.stderr[-3000:]}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        try:
+            status = subprocess.run(command, stdout=out, stderr=err, timeout=args.peer_limit,
+                                    env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
+        except subprocess.TimeoutExpired:
+            status = f"ended after {args.peer_limit} s"
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    lines = [line for line in texts[0].splitlines() if line.startswith('{"peer"')]  # it prints its log as well
+    if not lines:
+        return {"failed": status, "stdout": texts[0][-2000:], "stderr": texts[1][-3000:]}
     row = json.loads(lines[-1])
     return row | {"step_seconds": round(statistics.median(row["steps"][1:]), 3), "micro_batch": args.peer_micro}
 
@@ -156,24 +191,23 @@ def main() -> None:
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
-    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer first, on the whole card")
+    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer as well, with this engine, "
+                   "after ours and on the whole card")
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
+    p.add_argument("--peer-limit", type=float, default=420, help="seconds after which the peer is ended")
     args = p.parse_args()
-    theirs = peer(args) if args.peer else None
-    if args.card_gib:
-        shapes.shrink_card(args.card_gib)
-    result, rank = ours(args)
-    if rank == 0:
-        sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
-                                               "recompute", "activations", "card_gib")}
-        result = {**sizes, "kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "ours": result}
-        if theirs is not None:
-            result["peer"] = theirs
-            if "step_seconds" in theirs:
-                result["peer_over_ours"] = round(theirs["step_seconds"] / result["ours"]["step_seconds"], 2)
-        shapes.report(result, args.out)
+    if not args.peer:
+        ours(args)
+        return
+    if "RANK" in os.environ:
+        p.error("--peer: the peer is one process on one card; start it without torchrun")
+    result = in_own_process(args)
+    result["peer"] = peer(args)
+    if "step_seconds" in result["peer"] and "ours" in result:
+        result["peer_over_ours"] = round(result["peer"]["step_seconds"] / result["ours"]["step_seconds"], 2)
+    shapes.report(result, args.out)
 
 
 if __name__ == "__main__":
