@@ -3,7 +3,8 @@
     python bench/update.py --shape 3b --groups 8 --responses 16 --prompt 330 --response 386
     python bench/update.py … --budget 6656,8192,16384 --recompute 0,0.5,1 --lengths equal,spread --layout auto,whole
     python bench/update.py … --activations 1,0.99 --key-heads 1,16 --chunk 2048,8192
-    torchrun --nproc-per-node 2 bench/update.py …        the same global batch over two processes: compare the losses
+    python bench/update.py … --out one.json              the same global batch in one process and in two:
+    torchrun --nproc-per-node 2 bench/update.py … --against one.json       losses, gradient norms, how much faster
 
 Every combination of the comma-separated settings is measured with a fresh model: one update to compile and warm up,
 then `--updates` timed ones, optimizer step included; the median counts.  A setting that does not fit is reported as
@@ -17,9 +18,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import os
 import random
 import statistics
 import time
+from pathlib import Path
 
 import shapes
 import torch
@@ -93,8 +97,9 @@ def measure(args, where: D.Dist, setting: dict) -> dict:
         seconds.append(took)
         D.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
         first = first or stats
-    if args.profile and where.rank == 0:
-        profile(args.profile, lambda: grpo.update(policy, optimizer, plans, cfg, where))
+    if args.profile:  # every process takes part in the update
+        profile(args.profile if where.rank == 0 else os.devnull,
+                lambda: grpo.update(policy, optimizer, plans, cfg, where))
     size, took = shapes.parameters(args.shape), statistics.median(seconds[1:])
     cards = where.world
     floor = 6 * size * unique / shapes.BF16_FLOPS / cards
@@ -116,6 +121,18 @@ def kind_of(micro: grpo.MicroBatch) -> str:
     if "cu_seq_lens_q" in micro.packed.inputs:
         return "whole"
     return "dense" if isinstance(micro.packed.inputs.get("attention_mask"), torch.Tensor) else "shared"
+
+
+def compare(row: dict, others: list[dict], keys: tuple[str, ...]) -> dict:
+    """What a run with another number of processes found at the same setting, and how much faster this one is."""
+    same = [o for o in others if all(o[key] == row[key] for key in keys) and "seconds" in o]
+    if not same or "seconds" not in row:
+        return {}
+    other = same[0]
+    return {"against": {"loss": other["loss"], "grad_norm": other["grad_norm"], "seconds": other["seconds"],
+                        "loss_difference": abs(row["loss"] - other["loss"]),
+                        "grad_norm_ratio": round(row["grad_norm"] / other["grad_norm"], 6),
+                        "throughput_ratio": round(other["seconds"] / row["seconds"], 3)}}
 
 
 class layout_of:
@@ -165,6 +182,7 @@ def main() -> None:
     p.add_argument("--row-multiple", type=int, default=M.ROW_MULTIPLE, help="rows are padded to a multiple of it")
     p.add_argument("--gather-each", action="store_true", help="cast and gather weights for every pass")
     p.add_argument("--offload", action="store_true", help="weights and optimizer in host memory")
+    p.add_argument("--against", default="", help="JSON of a run with another number of processes: compare with it")
     p.add_argument("--profile", default="", help="write a profile of one more update to this file")
     args = p.parse_args()
     where = D.setup()
@@ -173,8 +191,13 @@ def main() -> None:
     rows = []
     kinds = {"lengths": str, "layout": str, "budget": int, "recompute": float, "activations": float, "key_heads": int,
              "chunk": int}
-    choices = ([kind(x) for x in getattr(args, key).split(",")] for key, kind in kinds.items())
-    for values in itertools.product(*choices):
+    others = json.loads(Path(args.against).read_text())["settings"] if args.against else []
+    head = {"shape": args.shape, "parameters": shapes.parameters(args.shape), "processes": where.world,
+            "groups": args.groups, "responses": args.responses, "prompt_tokens": args.prompt,
+            "response_tokens": args.response, "compiled": not args.eager}
+    settings = list(itertools.product(*([kind(x) for x in getattr(args, key).split(",")]
+                                        for key, kind in kinds.items())))
+    for values in settings:
         setting, began = dict(zip(kinds, values)), time.perf_counter()
         try:
             row = setting | measure(args, where, setting)
@@ -183,12 +206,11 @@ def main() -> None:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        rows.append(row | {"wall_seconds": round(time.perf_counter() - began, 1)})
-        D.print0(*(f"{k}={v}" for k, v in rows[-1].items()))
-    if where.rank == 0:
-        shapes.report({"shape": args.shape, "parameters": shapes.parameters(args.shape), "processes": where.world,
-                       "groups": args.groups, "responses": args.responses, "prompt_tokens": args.prompt,
-                       "response_tokens": args.response, "compiled": not args.eager, "settings": rows}, args.out)
+        row |= compare(row, others, tuple(kinds)) | {"wall_seconds": round(time.perf_counter() - began, 1)}
+        rows.append(row)
+        D.print0(*(f"{k}={v}" for k, v in row.items()))
+        if where.rank == 0:
+            shapes.report(head | {"settings": rows}, args.out, len(rows) == len(settings))
     D.cleanup()
 
 
