@@ -59,12 +59,17 @@ def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list
 
     Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one block are several
     calls, and the last block may lack its closing tag.  `arguments` may be a JSON text.  `bare`: without tags, what
-    begins at the first brace is a call.
+    begins at the first brace is a call, and its last brace may be missing: small models often forget it.
     """
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     text = text.rpartition("</think>")[2]  # a block that the prompt opened
     if bare and "<tool_call>" not in text:
-        return _read_block(text[text.index("{"):].strip(), schemas) if "{" in text else []
+        if "{" not in text:
+            return []
+        block = text[text.index("{"):].strip()
+        calls = _read_block(block, schemas)
+        closed = calls if calls[-1].name else _read_block(block + "}", schemas)
+        return closed if closed[-1].name else calls
     calls = []
     for block in text.split("<tool_call>")[1:]:
         calls += _read_block(block.partition("</tool_call>")[0].strip(), schemas)
@@ -78,7 +83,7 @@ def _read_block(block: str, schemas: list[dict]) -> list[Call]:
             value, end = decoder.raw_decode(block, at)
         except (ValueError, RecursionError) as e:
             reason = getattr(e, "msg", "nested too deeply")
-            note = f'error: the call is not valid JSON ({reason}); write {{"name": "…", "arguments": {{…}}}}'
+            note = f"error: the call is not valid JSON ({reason}); close every quote and brace"
             return [*calls, Call("", {}, note)]
         calls.append(_check_call(_scrub(value), schemas))
         at = end + len(block[end:]) - len(block[end:].lstrip(" \t\r\n,"))

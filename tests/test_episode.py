@@ -627,6 +627,10 @@ def test_bare_calls_are_written_with_their_tags():
     row = episode.trajectory_row(e, LIMA, task, {})
     texts = [m["text"] for m in row["messages"] if m["role"] == "assistant"]
     assert texts == ['<tool_call>\n{"name": "retrieve", "arguments": {"query": "Ann"}}\n</tool_call>', "<answer>Lima</answer>"]
+    (lost_brace,) = task.read('{"name": "retrieve", "arguments": {"query": "Ann"}\n')
+    assert lost_brace.arguments == {"query": "Ann"} and not lost_brace.note
+    (lost_two,) = task.read('{"name": "retrieve", "arguments": {"query": "Ann"\n')
+    assert "is not valid JSON" in lost_two.note
 
 
 # --------------------------------------------------------------------------------------------------------- trajectories
