@@ -100,12 +100,22 @@ def main() -> None:
         variants["torch_compiled"] = {"compiled": True}
     if args.eager:
         variants["torch_eager"] = {"graphs": False}
+    floor = floor_seconds(args)
+    head = {k: getattr(args, k)
+            for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
+    head |= {"parameters": shapes.parameters(args.shape),
+             "floor_seconds": floor and {k: round(v, 5) for k, v in floor.items()}}
+
+    def note(name: str, row: dict) -> None:
+        results[name] = row | ({"times_floor": round(row["seconds"] / floor["total"], 2)} if floor else {})
+        print(name, results[name], flush=True)
+        shapes.report(head | {"engines": results}, args.out, final=False)
+
     for name, options in variants.items() if "torch" in kinds else ():
         started = time.perf_counter()
         own = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
         engine = TorchEngine(own, [], shapes.WORDS, None, args.batch, longest, **options)
-        results[name] = {"start_seconds": round(time.perf_counter() - started, 2), **measure(engine, args, model)}
-        print(name, results[name], flush=True)
+        note(name, {"start_seconds": round(time.perf_counter() - started, 2), **measure(engine, args, model)})
         del engine, own
         gc.collect()
         if device.type == "cuda":
@@ -118,16 +128,8 @@ def main() -> None:
                                  longest, dtype=dtype, weights=False)
             made = time.perf_counter() - started
             engine.sync_weights(model.named_parameters())
-            results["vllm"] = {"start_seconds": round(made, 2), **measure(engine, args, model)}
-    sizes = {k: getattr(args, k)
-             for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
-    floor = floor_seconds(args)
-    if floor:
-        for row in results.values():
-            row["times_floor"] = round(row["seconds"] / floor["total"], 2)
-        floor = {k: round(v, 5) for k, v in floor.items()}
-    shapes.report({**sizes, "parameters": shapes.parameters(args.shape), "floor_seconds": floor, "engines": results},
-                  args.out)
+            note("vllm", {"start_seconds": round(made, 2), **measure(engine, args, model)})
+    shapes.report(head | {"engines": results}, args.out)
 
 
 if __name__ == "__main__":

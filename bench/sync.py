@@ -67,7 +67,8 @@ def main() -> None:
     gap = (logprobs - batch.logprobs).abs()[batch.loss_mask.bool()]
     size, rate = shapes.parameters(args.shape), shapes.bandwidth()
     result = {"shape": args.shape, "engine": args.engine, "processes": where.world,
-              "tensor_parallel": args.tensor_parallel, "parameters": size, "seconds": {k: round(statistics.median(v[1:]), 4) for k, v in times.items()},
+              "tensor_parallel": args.tensor_parallel, "parameters": size,
+              "seconds": {k: round(statistics.median(v[1:]), 4) for k, v in times.items()},
               "rounds": {k: [round(s, 4) for s in v] for k, v in times.items()},
               "floor_seconds": rate and round(6 * size / rate, 4), "gap_mean": float(gap.mean()),
               "gap_max": float(gap.max())}
