@@ -22,8 +22,10 @@ How it goes:
 A query that is malformed or empty, a call that is no JSON or lacks an argument, and a call beyond `max_calls` are
 answered with a note that the model can read.
 
-End states (`Rollout.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
-engine_error and tool_error (technical).  An answer ends an episode, whatever follows it in the turn.
+End states (`Episode.end`): answered, no_answer (it ended without an answer), length (no room), rounds (no turn left),
+engine_error and tool_error (technical).  In `search` an answer ends an episode, whatever follows it in the turn, and a
+query counts wherever it stands (inside an open think block the form is then wrong).  In `agent` a call outside of the
+thinking goes on, an answer beside it or not, as in the original, and a turn without one is the last.
 
 Every round gives the engine the whole conversation again: an engine with a prefix cache (vLLM) computes only what is
 new, the embedded one computes it again.
@@ -52,9 +54,10 @@ from reward import (all_gold, answer_metrics, extract_answer, extract_boxed, gol
                     search_well_formed)
 from rollout import Rollout, RolloutError, Sampling
 from serve import Texts
-from tools import SEARCH_TOOL, Call, MCPTools, RetrieverTools, parse_tool_calls
+from tools import SEARCH_TOOL, Call, MCPTools, RetrieverTools, parse_tool_calls, spoken
 
 ANSWERED, NO_ANSWER, LENGTH, ROUNDS = "answered", "no_answer", "length", "rounds"
+ENDED = (ANSWERED, NO_ANSWER)  # end states of episodes that the model itself brought to an end
 FAILED = ("engine_error", "tool_error")  # end states of episodes that are left out, not scored
 END_STATES = (ANSWERED, NO_ANSWER, LENGTH, ROUNDS, *FAILED)
 TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in (
@@ -157,8 +160,9 @@ class Episode(Rollout):
 
     @property
     def retrieved(self) -> list[str]:
-        """Ids of the passages that the episode was shown, each once, in order."""
-        return list(dict.fromkeys(id_ for call in self.calls for id_, _ in call.documents if id_ is not None))
+        """Ids of the passages that the episode was shown, each once, in order; not of results that no longer fitted."""
+        calls = [call for r in self.rounds if r.injected for call in r.calls]
+        return list(dict.fromkeys(id_ for call in calls for id_, _ in call.documents if id_ is not None))
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
         """The only place where an episode grows: ids, mask and log-probabilities together."""
@@ -179,7 +183,8 @@ def run_episodes(engine, prompts: Sequence[Sequence[int]], samplings: Sampling |
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else list(samplings)
     if len(samplings) != len(prompts):
         raise RolloutError(f"{len(prompts)} prompts and {len(samplings)} samplings: give one, or one for each prompt")
-    budgets = [min(s.max_tokens, (context or 1 << 60) - len(p)) for p, s in zip(prompts, samplings)]
+    ending = int(task.cfg.stop_at_answer)  # room for the EOS that is then put behind an answer
+    budgets = [min(s.max_tokens, (context or 1 << 60) - len(p)) - ending for p, s in zip(prompts, samplings)]
     for i, (prompt, budget) in enumerate(zip(prompts, budgets)):
         if budget < 1:
             raise RolloutError(f"prompt {i} has {len(prompt)} tokens, the model {context} positions; leave long "
@@ -207,13 +212,13 @@ def _sample(engine, active: list[Episode], samplings: list[Sampling], budgets: l
     """The next turn of every active episode, in their order.
 
     In the first round the samples of a prompt are one request; after it each has a conversation of its own, and a seed
-    made of its prompt's, so that draws depend neither on what else is sampled nor on the process.
+    made of its prompt and its prompt's, so that draws depend neither on what else is sampled nor on the process.
     """
     def request(e: Episode, n: int) -> Sampling:
         s, left = samplings[e.group_id], budgets[e.group_id] - len(e.response_ids)
         seed = s.seed
         if number and seed is not None:
-            seed = random.Random(f"round {seed} {e.sample} {number}").getrandbits(62)
+            seed = random.Random(f"round {seed} {e.sample} {number} {e.prompt_ids}").getrandbits(62)
         most = min(left, task.cfg.turn_tokens or left)
         return dataclasses.replace(s, n=n, seed=seed, stop=task.stop, max_tokens=most)
 
@@ -228,7 +233,7 @@ def _sample(engine, active: list[Episode], samplings: list[Sampling], budgets: l
 def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask | AgentTask) -> bool:
     """Append a sampled turn and read it: True where it asks for something, else the episode has ended."""
     before = len(episode.prompt_ids) + len(episode.response_ids)
-    episode.append(sampled.response_ids, sampled.logprobs, 1)
+    episode.append(sampled.response_ids, sampled.logprobs, int(sampled.end != "engine_error"))
     ended = sampled.end == "eos"
     text = task.decode(sampled.response_ids[:-1] if ended else sampled.response_ids)
     episode.rounds.append(Round(text, [], "", before, len(sampled.response_ids)))
@@ -249,11 +254,11 @@ def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask |
         episode.end = NO_ANSWER if episode.prediction is None else ANSWERED
         return False
     episode.rounds[-1].calls = calls
-    used = sum(call.done for call in episode.calls)
-    if number + 1 == task.cfg.max_rounds or task.cfg.at_cap == "stop" and used + len(calls) > task.cfg.max_calls:
+    used, good = sum(call.done for call in episode.calls), [call for call in calls if not call.note]
+    if number + 1 == task.cfg.max_rounds or task.cfg.at_cap == "stop" and used + len(good) > task.cfg.max_calls:
         episode.end = ROUNDS
         return False
-    for place, call in enumerate(call for call in calls if not call.note):
+    for place, call in enumerate(good):
         if used + place >= task.cfg.max_calls:
             call.note = task.cap_note
         elif place >= task.cfg.calls_per_round:
@@ -404,8 +409,8 @@ class AgentTask:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"], text
 
     def answer(self, text: str) -> str | None:
-        """The last answer block behind the thinking."""
-        return extract_answer(text.rpartition("</think>")[2])
+        """The last answer block outside of the thinking."""
+        return extract_answer(spoken(text))
 
     def well_formed(self, episode: Episode) -> bool:
         """It ended with EOS and an answer, and every call it wrote could be carried out."""
@@ -630,7 +635,7 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
             "all_turns_tokens": {"prompt_tokens": prompts, "completion_tokens": completions,
                                  "total_tokens": prompts + completions},
             "answer": last.text if end in (ANSWERED, NO_ANSWER) else "", "pred": episode.prediction or "",
-            "error": f"{end}: {episode.failure}" if end in FAILED else None,
+            "end": end, "error": f"{end}: {episode.failure}" if end in FAILED else None,
             "metric_score": answer_metrics(episode.prediction, question.golden_answers),
             "well_formed": end not in FAILED and task.well_formed(episode),
             "searches": sum(call.done for call in episode.calls),
@@ -647,6 +652,9 @@ def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     if name not in ("search", "agent") or not isinstance(messages, list):
         raise DataError(f"{row.get('rollout_id')}: task is {name!r}; a trajectory has messages, and task search or "
                         "agent")
+    if row.get("end", ANSWERED) not in ENDED:
+        raise DataError(f"{row.get('rollout_id')}: the episode ended as {row['end']}, in the middle of something; train "
+                        "on episodes that ended themselves (report.py writes trajectory_success.jsonl)")
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
     if not first or messages[-1]["role"] != "assistant" or not all(
             isinstance(m.get("text"), str) for m in messages if m["role"] == "assistant"):

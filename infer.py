@@ -259,8 +259,8 @@ def sample_questions(engine, task, questions: list[Question], prompts: dict[str,
             episode = next(episodes) if len(ids) <= limit else Episode(ids, [], [], [], 0, "too_long", i)
             rows.append({"query_id": question.id, "sample": i, "status": episode.end}
                         | trajectory_row(episode, question, task, request)
-                        | {"reward": episode_reward(episode, question, task), "end": episode.end,
-                           "tokens": len(episode.response_ids), "prompt": prompt_digest(ids)})
+                        | {"reward": episode_reward(episode, question, task), "tokens": len(episode.response_ids),
+                           "prompt": prompt_digest(ids)})
     return rows
 
 

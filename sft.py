@@ -43,6 +43,7 @@ import trajectories
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
+from episode import ENDED
 from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer,
                    lr_at, make_optimizer, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
@@ -313,6 +314,8 @@ def make_trajectory_examples(rows: list[dict], tokenizer, cfg: SFTConfig, path: 
     for row in rows:
         if row.get("error"):
             dropped["failed for a technical reason"] += 1
+        elif row.get("end", "answered") not in ENDED:
+            dropped[f"ended as {row['end']}"] += 1
         elif row["messages"][-1]["role"] != "assistant":
             dropped["without a last answer"] += 1
         else:

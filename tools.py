@@ -54,15 +54,20 @@ class Call:
 # ------------------------------------------------------------------------------------------------------- calls in text
 
 
+def spoken(text: str) -> str:
+    """A turn without its thinking: no think block, closed or not, nor what stands before the end of one that the prompt
+    opened."""
+    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2]
+
+
 def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
-    """The calls in a model's turn, those inside a think block left out; what cannot be called carries a note.
+    """The calls in a model's turn, those in its thinking left out; what cannot be called carries a note.
 
     Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one block are several
     calls, and the last block may lack its closing tag.  `arguments` may be a JSON text.  `bare`: without tags, what
     begins at the first brace is a call, and its last brace may be missing: small models often forget it.
     """
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    text = text.rpartition("</think>")[2]  # a block that the prompt opened
+    text = spoken(text)
     if bare and "<tool_call>" not in text:
         if "{" not in text:
             return []
@@ -135,8 +140,8 @@ SEARCH_TOOL = {"type": "function", "function": {
         "query": {"type": "string", "description": "what to look for, in a few words"}}}}}
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """work(), or TimeoutError after `seconds`: its thread is then left behind, for what hangs cannot be stopped."""
+def begin(work: Callable[[], Any]) -> Future:
+    """work() in a thread of its own, which does not keep the process alive: what hangs cannot be stopped."""
     future: Future = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
@@ -149,7 +154,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True, name="search").start()
-    return future.result(seconds)
+    return future
 
 
 class RetrieverTools:
@@ -161,6 +166,7 @@ class RetrieverTools:
         """document: passage id → {"contents"} (serve.Texts.document); numbered: documents begin with their place."""
         self.retriever, self.document, self.top_k, self.timeout = retriever, document, top_k, timeout
         self.numbered, self.seconds = numbered, 0.0  # spent in `run` since somebody set it to 0
+        self.search: Future | None = None  # under way, or the last one: a retriever is not asked by two threads at once
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets its documents, or the reason of a technical failure."""
@@ -168,7 +174,10 @@ class RetrieverTools:
         if not queries:
             return
         try:
-            hits = list(within(self.timeout, lambda: self.retriever.search(queries, self.top_k)))
+            if self.search is not None and not self.search.done():
+                raise RuntimeError("an earlier search, given up after its time-out, has not come back")
+            self.search = begin(lambda: self.retriever.search(queries, self.top_k))
+            hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:  # not turned into a score: these episodes are left out and counted

@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -279,6 +280,7 @@ def test_budgets_count_everything_once():
 def test_overflow_is_seen_before_anything_is_appended():
     (e,), _ = play(search_task(), [THINK, ANSWER], budget=70)
     assert e.end == "length" and len(e.rounds) == 1 and set(e.loss_mask) == {1} and len(e.response_ids) < 70
+    assert e.calls[0].done and e.calls[0].documents and e.retrieved == []  # found, but never shown to the model
     assert episode.episode_reward(e, LIMA, search_task()) == 0.0  # a budget that runs out is the policy's own doing
     size = len(tokenizer()(THINK + ' <result>\n"Ann"\nAnn wrote Dune in Lima.\n</result>')["input_ids"])
     assert play(search_task(), [THINK, ANSWER], budget=size)[0][0].end == "length"  # no room is left behind it
@@ -309,6 +311,19 @@ def test_rounds_and_calls_have_caps():
     assert len(retriever.calls) == 2 and "No further search is possible" in injected(e)[0][2] and e.end == "answered"
     (e,), _ = play(search_task(retriever, max_calls=2, at_cap="stop"), turns)
     assert e.end == "rounds" and len(e.rounds) == 3
+    (e,), _ = play(search_task(max_calls=2, at_cap="stop"), [*turns[:2], "<search> </search>", ANSWER])
+    assert e.end == "answered"  # the third turn's query is empty: a note, no call beyond the cap
+
+
+def test_later_rounds_draw_by_the_prompt_and_not_by_its_place():
+    def seeds(*places):
+        engine = Script(*[["<search>Ann</search>", ANSWER]] * len(places))
+        run_episodes(engine, [task.prompt(f"question {i}?") for i in places], Sampling(max_tokens=3000, seed=7), task)
+        return [s.seed for s in engine.requests[1][1]]
+
+    task = search_task()
+    first, second = seeds(0, 1)
+    assert first != second and seeds(1, 0) == [second, first] and seeds(1) == [second]
 
 
 def test_results_are_cut_in_their_documents_never_in_their_tags():
@@ -367,6 +382,10 @@ def test_eos_alone_and_engine_errors():
     """rol-10: EOS as the very first token is one trained token; an engine error is left out."""
     done, _ = play(search_task(), [""], [("error",)], [THINK, ("error",)])
     assert [(e.end, e.response_ids, e.loss_mask) for e in done[:2]] == [("no_answer", [EOS], [1]), ("engine_error", [], [])]
+    engine = Script(["a"])
+    engine.generate = lambda prompts, samplings: [Rollout(list(prompts[0]), [87, 88], [-1.0, math.nan], [1, 1], 0, "engine_error")]
+    (e,) = run_episodes(engine, [[5]], Sampling(max_tokens=9), search_task())
+    assert e.end == "engine_error" and e.loss_mask == [0, 0]  # whatever reads it, nothing of it is trained
     assert [episode.episode_reward(e, LIMA, search_task()) for e in done] == [0.0, None, None]
 
 
@@ -374,6 +393,16 @@ def test_stop_at_answer_puts_an_eos_that_is_not_trained():
     (e,), _ = play(search_task(stop_at_answer=True), [THINK, ANSWER + " and so on"])
     assert e.response_ids[-1] == EOS and e.loss_mask[-1] == 0 and e.logprobs[-1] == 0.0 and e.ended
     assert search_task().well_formed(e) and e.text.endswith("</answer>")
+
+
+def test_a_forced_eos_has_its_room():
+    size, task = len(tokenizer()(ANSWER)["input_ids"]), search_task(stop_at_answer=True)
+    prompt = task.prompt("question 0?")
+    (e,), engine = play(task, [ANSWER], budget=size + 1)
+    assert engine.requests[0][1][0].max_tokens == size and e.ended and len(e.response_ids) == size + 1
+    engine = Script([ANSWER])
+    (e,) = run_episodes(engine, [prompt], Sampling(max_tokens=3000), task, len(prompt) + size + 1)
+    assert len(prompt) + len(e.response_ids) == len(prompt) + size + 1 and e.end == "answered"
 
 
 # ------------------------------------------------------------------------------------------------- failures of the tools
@@ -410,6 +439,29 @@ def test_a_retriever_that_fails_hangs_or_answers_junk(make, answer, reason, caps
     assert row["error"].startswith("tool_error: ") and not row["well_formed"] and row["searches"] == 1
     figures = episode.episode_figures(done[0], LIMA, task, ["p0"])
     assert figures["gold_recall"] is None
+
+
+@pytest.mark.parametrize("make", [search_task, agent_task])
+def test_a_search_that_hangs_is_not_joined_by_a_second_one(make, capsys):
+    """A retriever on a card is not made for two threads; and hung threads would pile up."""
+    running, release, most = [], threading.Event(), []
+
+    def slow(queries, k):
+        running.append(1)
+        most.append(len(running))
+        release.wait(20)
+        running.pop()
+        return Search().search(queries, k)
+
+    ask, task = THINK if make is search_task else call(query="Ann"), make(Search(slow), timeout=0.2)
+    (first,), _ = play(task, [ask, ANSWER])
+    (second,), _ = play(task, [ask, ANSWER])
+    assert "no answer within 0.2 s" in first.failure and "has not come back" in second.failure and most == [1]
+    release.set()
+    task.tools.search.result(5)
+    task.tools.timeout = 20.0
+    (third,), _ = play(task, [ask, ANSWER if make is search_task else "<answer>Lima</answer>"])
+    assert third.end == "answered" and most == [1, 1]
 
 
 def test_failed_episodes_are_left_out_of_their_group(where):
@@ -558,6 +610,10 @@ def test_a_turn_with_calls_is_not_the_last_one_even_with_an_answer_in_it():
 def test_the_answer_is_the_last_one_behind_the_thinking():
     (e,), _ = play(agent_task(), ["<think><answer>no</answer></think><answer>a</answer> <answer> Lima </answer>"])
     assert e.prediction == "Lima"
+    (e,), _ = play(agent_task(), ["<think>I could answer <answer>no</answer> or ask " + call(query="Ann")])
+    assert e.end == "no_answer" and e.prediction is None and not e.calls  # a block that was never closed is thought too
+    (e,), _ = play(agent_task(), ["<answer>no</answer>" + call(query="Ann"), "<answer>Lima</answer>"])
+    assert e.calls[0].done and e.prediction == "Lima"  # a call goes on, whatever stands beside it
 
 
 def test_caps_of_the_agent():
@@ -858,6 +914,7 @@ def test_documents_change_the_context_not_the_targets(where):
 # ---------------------------------------------------------------------------------------------------------- MCP servers
 
 SERVER = '''
+import threading
 import time
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError

@@ -11,6 +11,7 @@ from test_infer import CPU
 from tiny import tiny_lm, tiny_tokenizer
 
 import data
+import episode
 import sft
 import trajectories
 from episode import encode_trajectory
@@ -235,13 +236,17 @@ def config(lm, records, output, **changes):
 
 def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_path):
     long, failed, cut = agent_row(1), agent_row(2, error="engine_error: x"), agent_row(3)
+    halfway = agent_row(4, end="length")
     long["messages"][3]["content"] = "x" * 500
     cut["messages"] = cut["messages"][:-1]
-    path = write(tmp_path / "t.jsonl", [agent_row(0), long, failed, cut])
+    path = write(tmp_path / "t.jsonl", [agent_row(0, end="answered"), long, failed, cut, halfway])
     cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
     examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), hermes(), cfg, path)
-    assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1, "without a last answer": 1}
-    with pytest.raises(data.DataError, match="none of its 4 trajectories"):
+    assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1,
+                                              "without a last answer": 1, "ended as length": 1}
+    with pytest.raises(data.DataError, match="in the middle of something"):
+        episode.encode_trajectory(hermes(), halfway)
+    with pytest.raises(data.DataError, match="none of its 5 trajectories"):
         sft.main(config(lm, path, tmp_path / "o", max_length=10))
 
 
