@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import math
 import os
@@ -283,7 +284,7 @@ class _KVCache:
         self.lengths: list[int] = []  # positions in use, of the rows that run
         self.prefix_length = prefix_length
         self.shared.fill_(prefix_length)
-        self.write = self._write_prefix
+        self.writes = _KVCache._write_prefix  # not bound: a cycle would keep a replaced cache, and its graphs, alive
 
     def begin_prompts(self, source: list[int], lengths: list[int], positions: int) -> None:
         """The next pass computes U prompts padded to `positions`; new row i takes over prompt source[i]."""
@@ -292,7 +293,7 @@ class _KVCache:
         self.lengths += [lengths[u] for u in source]
         causal = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
         self.mask = nn.functional.pad(causal, (self.prefix_length, 0), value=True)  # (S, P+S)
-        self.write = self._write_prompts
+        self.writes = _KVCache._write_prompts
 
     def begin_steps(self, tokens: list[int], running: list[bool], rows: int) -> None:
         """The next passes compute one token a row, `rows` of them; those that don't run compute what nobody reads."""
@@ -300,7 +301,7 @@ class _KVCache:
         unused = [0] * (rows - len(tokens))
         state = torch.tensor([tokens + unused, self.lengths + unused], device=self.at.device)
         self.tokens[:rows], self.at[:rows] = state[0], state[1]
-        self.write = self._write_fused if self.fused else self._write_step
+        self.writes = _KVCache._write_fused if self.fused else _KVCache._write_step
 
     def hide(self, rows: int) -> None:
         """What the next step's rows must not see: (R, S) bool."""
@@ -312,6 +313,10 @@ class _KVCache:
         self.tokens[: len(tokens)] = tokens
         self.at += 1
         self.lengths = [n + 1 for n in self.lengths]
+
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store a pass's keys and values of a layer and attend: q (B, H, S, D), k and v (B, K, S, D) → as q."""
+        return self.writes(self, layer, q, k, v, scale)
 
     def _write_prefix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if layer not in self.prefix:
@@ -553,6 +558,18 @@ def _check_ids(eos_ids: Iterable[int], pad_id: int, vocabulary: int) -> frozense
 _HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector: a graph that it happened to free would spoil the one being captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class TorchEngine:
     """Samples from a transformers causal LM that it owns; runs on the model's device, in the model's dtype.
 
@@ -774,7 +791,7 @@ class TorchEngine:
             pool = next(iter(cache.graphs.values()))[0].pool() if cache.graphs else None
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may use the card meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = compute()
             cache.graphs[rows] = graph, logits
         graph, logits = cache.graphs[rows]
