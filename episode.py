@@ -160,8 +160,11 @@ class Episode(Rollout):
 
     @property
     def retrieved(self) -> list[str]:
-        """Ids of the passages that the episode was shown, each once, in order; not of results that no longer fitted."""
-        calls = [call for r in self.rounds if r.injected for call in r.calls]
+        """Ids of the passages that the episode was shown, each once, in order.
+
+        Not of results that no longer fitted, nor where `fit` left nothing of a call's documents (of each or of none).
+        """
+        calls = [call for r in self.rounds if r.injected for call in r.calls if call.shown]
         return list(dict.fromkeys(id_ for call in calls for id_, _ in call.documents if id_ is not None))
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
@@ -255,7 +258,8 @@ def _advance(episode: Episode, sampled: Rollout, number: int, task: SearchTask |
         return False
     episode.rounds[-1].calls = calls
     used, good = sum(call.done for call in episode.calls), [call for call in calls if not call.note]
-    if number + 1 == task.cfg.max_rounds or task.cfg.at_cap == "stop" and used + len(good) > task.cfg.max_calls:
+    after = used + min(len(good), task.cfg.calls_per_round)
+    if number + 1 == task.cfg.max_rounds or task.cfg.at_cap == "stop" and after > task.cfg.max_calls:
         episode.end = ROUNDS
         return False
     for place, call in enumerate(good):

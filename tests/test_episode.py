@@ -258,6 +258,13 @@ def test_the_answer_ends_the_episode():
     assert episode.episode_reward(e, LIMA, search_task()) == 0.0
 
 
+def test_a_query_in_an_open_think_block_is_searched_and_breaks_the_form():
+    retriever = Search()
+    (e,), _ = play(search_task(retriever), ["<think>I need <search>Ann</search>", ANSWER])
+    assert retriever.calls == [["Ann"]] and e.end == "answered" and e.ended
+    assert not search_task().well_formed(e) and episode.episode_reward(e, LIMA, search_task()) == 0.0
+
+
 def test_budgets_count_everything_once():
     """rol-16: limit 100, prompt 30: 70 at first; 10 sampled and 15 shown later the request may have 45."""
     class Short(SearchTask):
@@ -333,7 +340,10 @@ def test_results_are_cut_in_their_documents_never_in_their_tags():
     (shown,), _ = check_lists(e)
     assert len(tok(shown)["input_ids"]) <= 80 and shown.startswith(' <result>\n"Ann"') and shown.endswith("\n</result>")
     assert all(f'"{t}"' in shown for t in ("Ann", "Lima", "Bob"))  # every document keeps its share
-    assert task.well_formed(e)
+    assert task.well_formed(e) and len(e.retrieved) == 3
+    task.cfg.result_tokens = 1  # less than the tags: nothing of a document is left
+    (e,), _ = play(task, ["<search>Ann Lima Bob</search>", ANSWER])
+    assert injected(e)[0] == [" <result>\n\n</result>"] and len(e.calls[0].documents) == 3 and e.retrieved == []
     for limit in range(20, 120, 7):  # whatever the limit, multi-byte characters included
         ids, text = episode.fit(tok, ["é" * 40, "b" * 30, "", "日本" * 20], lambda x: " <r>\n" + "|".join(x) + "</r>", limit)
         assert len(ids) <= max(limit, 13) and text.endswith("</r>") and text.count("|") == 3
@@ -604,7 +614,7 @@ def test_calls_that_other_parsers_lose():
 
 def test_a_turn_with_calls_is_not_the_last_one_even_with_an_answer_in_it():
     (e,), _ = play(agent_task(), ["<answer>Rome</answer>" + call(query="Ann"), "<answer>Lima</answer>"])
-    assert e.prediction == "Lima" and len(e.rounds) == 2
+    assert e.prediction == "Lima" and len(e.rounds) == 2 and e.calls[0].done
 
 
 def test_the_answer_is_the_last_one_behind_the_thinking():
@@ -612,8 +622,6 @@ def test_the_answer_is_the_last_one_behind_the_thinking():
     assert e.prediction == "Lima"
     (e,), _ = play(agent_task(), ["<think>I could answer <answer>no</answer> or ask " + call(query="Ann")])
     assert e.end == "no_answer" and e.prediction is None and not e.calls  # a block that was never closed is thought too
-    (e,), _ = play(agent_task(), ["<answer>no</answer>" + call(query="Ann"), "<answer>Lima</answer>"])
-    assert e.calls[0].done and e.prediction == "Lima"  # a call goes on, whatever stands beside it
 
 
 def test_caps_of_the_agent():
@@ -623,6 +631,9 @@ def test_caps_of_the_agent():
     assert retriever.calls == [["Ann", "Bob"], ["Ann"]]
     first, second = injected(e)[0]
     assert first.count("one turn may hold 2 calls") == 1 and second.count("no further calls are possible") == 2
+    for cap, end in ((4, "answered"), (3, "rounds")):  # two of each turn's three are carried out
+        (e,), _ = play(agent_task(calls_per_round=2, max_calls=cap, at_cap="stop"), [many, many, "<answer>x</answer>"])
+        assert e.end == end
 
 
 def test_a_turn_that_ended_at_another_eos_gets_its_end_untrained():
@@ -914,7 +925,6 @@ def test_documents_change_the_context_not_the_targets(where):
 # ---------------------------------------------------------------------------------------------------------- MCP servers
 
 SERVER = '''
-import threading
 import time
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
