@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from distributed import decoder_layers
-from model import adapter_base, load_causal_lm, prepare_causal_lm
+from model import adapter_base, load_causal_lm, prepare_causal_lm, to_device
 
 PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
 STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
@@ -209,7 +209,7 @@ class RolloutBatch:
 
     def to(self, device: torch.device) -> RolloutBatch:
         """The same batch on another device."""
-        return RolloutBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
+        return RolloutBatch(*to_device([getattr(self, f.name) for f in fields(self)], device))
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """Copies of the given rows (M,) int64, cut to the longest of them."""

@@ -126,6 +126,14 @@ def gradients(model, batch, layout, weights):
     return logprobs.detach(), [p.grad.float() for p in model.parameters()]
 
 
+def test_one_transfer_keeps_values_dtypes_and_shapes():
+    tensors = [torch.arange(7), torch.rand(3, 5), torch.tensor([True, False, True]), torch.zeros(0, 4), torch.tensor(2.5),
+               torch.arange(6, dtype=torch.int32)[::2], torch.rand(2, 3).t(), torch.ones(3, dtype=torch.bfloat16)]
+    moved = M.one_transfer(tensors, torch.device("cpu"))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype and b.is_contiguous() and b._base is None
+               for a, b in zip(tensors, moved, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind, heads", [("qwen2", {}), ("qwen2", {"num_attention_heads": 14, "hidden_size": 224}), ("llama", {}),
