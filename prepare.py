@@ -157,6 +157,8 @@ def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32,
                                                  quantization_config=GgufConfig(dequantize=True))
+    if isinstance(model.config.eos_token_id, int):  # transformers 5.17 takes the padding token for it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     if tie:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
         model.config.tie_word_embeddings = True

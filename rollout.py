@@ -207,9 +207,9 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def to(self, device: torch.device) -> RolloutBatch:
+    def to(self, device: torch.device | str) -> RolloutBatch:
         """The same batch on another device."""
-        return RolloutBatch(*to_device([getattr(self, f.name) for f in fields(self)], device))
+        return RolloutBatch(*to_device([getattr(self, f.name) for f in fields(self)], torch.device(device)))
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """Copies of the given rows (M,) int64, cut to the longest of them."""
