@@ -68,8 +68,10 @@ def setup() -> Dist:
     return Dist(dist.get_rank(), dist.get_world_size(), device)
 
 
-def use_device(where: Dist) -> None:
-    """Make this rank's card the calling thread's: CUDA keeps the choice for each thread, and begins with card 0."""
+def use_device(where: Dist, threads: int) -> None:
+    """Make this rank's card the calling thread's, and give torch so many CPU threads there: CUDA keeps the choice for each
+    thread and begins with card 0; a new thread has the CPU threads of any moment (model.one_thread)."""
+    torch.set_num_threads(threads)
     if where.device.type == "cuda":
         torch.cuda.set_device(where.device)
 

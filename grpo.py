@@ -398,6 +398,7 @@ def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[
     return [members for _, members in pieces]
 
 
+@M.one_thread()
 def plan_updates(policy, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) -> list[list[MicroBatch]]:
     """The batch (on the CPU) as `updates_per_batch` optimizer steps of micro-batches, as many on every rank.
 
@@ -868,7 +869,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     cfg, where = run.cfg, run.where
     (rollouts, turns, first), sample_seconds = timed(where.device, sample_step, run, step)
     run.engine.sleep()
-    with ThreadPoolExecutor(1, initializer=D.use_device, initargs=(where,)) as pool:
+    with ThreadPoolExecutor(1, initializer=D.use_device, initargs=(where, torch.get_num_threads())) as pool:
         scoring = pool.submit(timed, CPU, score, run, rollouts, turns)
         (plans, origins), reference_seconds = timed(where.device, prepare_update, run, rollouts)
         scores, reward_seconds = scoring.result()

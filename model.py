@@ -324,8 +324,8 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
     tiles = []
     for chosen in (some & ~whole, whole, (some & ~whole).T, whole.T):  # by rows for keys, by columns for queries
         order = np.argsort(~chosen, axis=-1, kind="stable")
-        tiles += [torch.from_numpy(x.astype(np.int32))[None, None] for x in (chosen.sum(-1), order)]
-    *tiles, own, parent = to_device([*tiles, layout.own[0], layout.parent[0]], device)
+        tiles += [torch.from_numpy(x.astype(np.int32))[None, None].to(device) for x in (chosen.sum(-1), order)]
+    own, parent = layout.own[0].to(device), layout.parent[0].to(device)
 
     def visible(b, h, query, key):
         other = own[key]
@@ -368,6 +368,22 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
     return "whole" if half and sum(lengths) < SHARING_PAYS * shared else "shared"
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One CPU thread for torch's own operations, in this Python thread.
+
+    Batches are laid out with many operations on small tensors, each of which torch would share out among all cores: on
+    a host with other work, waiting for the slowest took 10 to 40 ms a time, 0.9 s of a step (profile, 32 cores).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def pack(model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Tensor | None,
          groups: tuple[Tensor, Tensor] | None, layout: str | None = None) -> Packed:
     """Arguments as of `token_logprobs`; tensors on the CPU cost no wait for the device; `layout` as choose_layout's."""
@@ -390,29 +406,9 @@ def pack(model: nn.Module, tokens: Tensor, attention_mask: Tensor, positions: Te
     elif not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):  # padding on the left; on the right the
         mask = attention_mask[:, :-1]                                        # causal mask hides it: fast kernels
         inputs |= {"attention_mask": mask, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
-    names = [name for name, x in inputs.items() if isinstance(x, Tensor)]
-    moved = to_device([*(inputs[name] for name in names), source.to(keep.device)[keep], targets, entries], device)
-    inputs |= zip(names, moved)
-    return Packed(inputs, *moved[-3:], tuple(keep.shape), computed)
-
-
-def to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Small tensors on the device.  From the CPU to a GPU in one transfer: each takes 0.1 ms and more, and a micro-batch
-    has two dozen."""
-    if device.type == "cpu" or any(t.device.type != "cpu" for t in tensors):
-        return [t.to(device) for t in tensors]
-    return one_transfer(tensors, device)
-
-
-def one_transfer(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on the device, each with memory of its own (views would make compiled code depend on their offsets)."""
-    raw = [t.contiguous().flatten().view(torch.uint8) for t in tensors]
-    places = np.cumsum([0, *(-(-len(r) // 16) * 16 for r in raw)]).tolist()  # at multiples of what any dtype takes
-    whole = torch.empty(places[-1], dtype=torch.uint8)
-    for r, at in zip(raw, places):
-        whole[at:at + len(r)] = r
-    whole = whole.to(device)
-    return [whole[at:at + len(r)].view(t.dtype).view(t.shape).clone() for t, r, at in zip(tensors, raw, places)]
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    states = source.to(keep.device)[keep]
+    return Packed(inputs, *(x.to(device) for x in (states, targets, entries)), tuple(keep.shape), computed)
 
 
 def unique_tokens(attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> int:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from distributed import decoder_layers
-from model import adapter_base, load_causal_lm, prepare_causal_lm, to_device
+from model import adapter_base, load_causal_lm, one_thread, prepare_causal_lm
 
 PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds the memory of a prefill
 STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
@@ -209,7 +209,7 @@ class RolloutBatch:
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """The same batch on another device."""
-        return RolloutBatch(*to_device([getattr(self, f.name) for f in fields(self)], torch.device(device)))
+        return RolloutBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def select(self, rows: Tensor) -> RolloutBatch:
         """Copies of the given rows (M,) int64, cut to the longest of them."""
@@ -225,6 +225,7 @@ class RolloutBatch:
         )
 
 
+@one_thread()
 def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int) -> RolloutBatch:
     """The training batch of B rollouts and their B advantages. Raises RolloutError where lengths don't fit together."""
     if not rollouts or len(rollouts) != len(advantages):

@@ -45,7 +45,7 @@ from data import DataError, Turn
 from distributed import Dist, print0
 from episode import ENDED
 from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer,
-                   lr_at, make_optimizer, pack, packed_logprobs)
+                   lr_at, make_optimizer, one_thread, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from rollout import EngineConfig, Sampling, check_engine
 
@@ -352,6 +352,7 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
     return [rows[i] for i in order[position * cfg.sequences_per_step:(position + 1) * cfg.sequences_per_step]]
 
 
+@one_thread()
 def collate(rows: list[Example], pad_id: int) -> Batch:
     """Right-padded tensors on the CPU; masks go by position, so pad may be EOS.  No rows: one that trains nothing."""
     rows = rows or [Example([pad_id, pad_id], [0], "")]

@@ -126,12 +126,17 @@ def gradients(model, batch, layout, weights):
     return logprobs.detach(), [p.grad.float() for p in model.parameters()]
 
 
-def test_one_transfer_keeps_values_dtypes_and_shapes():
-    tensors = [torch.arange(7), torch.rand(3, 5), torch.tensor([True, False, True]), torch.zeros(0, 4), torch.tensor(2.5),
-               torch.arange(6, dtype=torch.int32)[::2], torch.rand(2, 3).t(), torch.ones(3, dtype=torch.bfloat16)]
-    moved = M.one_transfer(tensors, torch.device("cpu"))
-    assert all(torch.equal(a, b) and a.dtype == b.dtype and b.is_contiguous() and b._base is None
-               for a, b in zip(tensors, moved, strict=True))
+def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        share = M.share_prefixes
+        monkeypatch.setattr(M, "share_prefixes", lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1])
+        batch = batch_of(0, 2, 3, 9, 9)
+        M.pack(tiny_lm(), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.gpu
