@@ -133,7 +133,7 @@ def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
         share = M.share_prefixes
         monkeypatch.setattr(M, "share_prefixes", lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1])
         batch = batch_of(0, 2, 3, 9, 9)
-        M.pack(tiny_lm(), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
+        M.pack(M.prepare_causal_lm(tiny.tiny_lm()), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
