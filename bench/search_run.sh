@@ -11,18 +11,18 @@ cd "$(dirname "$0")/.."
 task=$1 out=$2; shift 2
 case $task in search|agent) ;; *) echo "error: unknown task $task: search or agent" >&2; exit 2 ;; esac
 
-# ------------------------------------------------------------------ sizes: what fits about ten minutes of an H100; smaller for a rehearsal
+# ------------------------------------------------- sizes: those of bench/results/search_run_*, six minutes of an H200; smaller for a rehearsal
 MODEL=${MODEL:-models/qwen0.5b}     # a Hugging Face folder
 DATA=${DATA:-data/multihop}
-QUESTIONS=${QUESTIONS:-800}         # training questions that episodes are sampled for
+QUESTIONS=${QUESTIONS:-560}         # training questions that episodes are sampled for
 SAMPLES=${SAMPLES:-6}               # episodes of each
 SUCCESS=${SUCCESS:-em}              # which are successful: em (exact answer) or f1 (F1 >= 0.8); right form and a search are always asked
 KEEP=${KEEP:-3}                     # successful ones kept of each
-LEAST=${LEAST:-50}                  # with fewer records there is no SFT: the run ends and says what to change
+LEAST=${LEAST:-30}                  # with fewer records there is no SFT: the run ends and says what to change
 CAP=${CAP:-300}                     # most that are kept of each number of searches
 DEV=${DEV:-64}                      # training questions set aside for validation
-LIMIT=${LIMIT:-350}                 # questions of each evaluation set, from its beginning
-STEPS=${STEPS:-30}                  # of GRPO
+LIMIT=${LIMIT:-200}                 # questions of each evaluation set, from its beginning
+STEPS=${STEPS:-13}                  # of GRPO
 TOKENS=${TOKENS:-1792}              # budget of an episode, what is shown to the model included
 ENGINE=${ENGINE:-torch}             # torch or vllm, for sampling and GRPO
 EVAL_ENGINE=${EVAL_ENGINE:-torch}   # for the evaluations, which run three at a time

@@ -2,8 +2,8 @@
 
     python bench/sizing.py
 
-Bytes follow from the format, times from measured rates (encode.json, gold_ranks.json): encoding scales with passages
-and with cards, a rank with passages.  A card of 80 GB gives an index what `retriever.place` takes, half of what is free
+Bytes follow from the format, times from measured rates (encode.json, gold_ranks.json): encoding takes its start and then
+scales with passages and with cards, a rank with passages.  A card of 80 GB gives an index what `retriever.place` takes, half of what is free
 beside a policy in training; served alone, 90 %.
 """
 
@@ -47,7 +47,8 @@ def main(cfg: SizingConfig) -> dict:
     encode, ranks = read(cfg.results, "encode.json"), read(cfg.results, "gold_ranks.json")
     rank = next(row for row in ranks["sizes"] if row["queries"] == 2048)
     per_passage_ms = rank["kernel_ms"] / ranks["passages"] * cfg.dim / ranks["dim"]
-    print(f"{encode['passages_s']:,} passages/s encoded on one {encode['card']} ({encode['mean_tokens']} tokens each), "
+    rate, start = encode["steady_passages_s"], encode["seconds_to_first_window"]
+    print(f"{rate:,} passages/s encoded on one {encode['card']} ({encode['mean_tokens']} tokens each) after {start} s, "
           f"{rank['kernel_ms']} ms for the gold ranks of 2,048 queries among {ranks['passages']:,} on one "
           f"{ranks['card']}\n")
     print(f"| corpus | vectors, fp16 × {cfg.dim} | ids | cards of {cfg.card_gb} GB beside a policy / alone | hours to "
@@ -56,12 +57,12 @@ def main(cfg: SizingConfig) -> dict:
     for name, count in CORPORA.items():
         vectors, ids = count * cfg.dim * 2, count * (cfg.id_bytes + 1 + 16)
         beside, alone = (-(-vectors // int(cfg.card_gb * 1e9 * share)) for share in (0.5, 0.9))
-        hours = count / encode["passages_s"] / 3600
+        hours, hours_8 = ((count / rate / cards + start) / 3600 for cards in (1, 8))
         ms = per_passage_ms * count / beside
         rows.append({"corpus": name, "vector_bytes": vectors, "id_bytes": ids, "cards_beside": beside,
                      "cards_alone": alone, "hours_one_card": round(hours, 2), "gold_ranks_ms": round(ms, 1)})
         print(f"| {name} | {vectors / 1e9:,.1f} GB | {ids / 1e9:,.2f} GB | {beside} / {alone} | {hours:.2f} / "
-              f"{hours / 8:.2f} | {ms:,.0f} ms |")
+              f"{hours_8:.2f} | {ms:,.0f} ms |")
     return {"sizing": rows}
 
 
