@@ -29,7 +29,6 @@ Shapes: N prompts per step, G group size, B sequences, T predicted positions.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import random
@@ -1031,13 +1030,6 @@ def guard(run: Run) -> None:
                       "folder, or stop_on_collapse=false to go on in this one")
 
 
-def spare_collector() -> None:
-    """What lives after the first step (modules, compiled code, a million objects) lives to the end: Python's garbage
-    collector need not look through it again, 0.3 to 0.5 s each time that it does."""
-    gc.collect()
-    gc.freeze()
-
-
 def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary."""
     where = D.setup()
@@ -1050,8 +1042,6 @@ def main(cfg: GRPOConfig) -> dict | None:
             log_step(run, {"step": 0, **validate_and_keep_best(run, 0)})
         for step in range(done, run.steps):
             row, rows = train_step(run, step)
-            if step == done:
-                spare_collector()
             run.history.append(row)
             last, signalled = step + 1 == run.steps, D.signal_of_any(noted)
             if last or (step + 1) % cfg.validate_every == 0:

@@ -129,10 +129,8 @@ def ours(args) -> None:
         grpo.wake_engine(run)
         rows, walls = [], []
         for step in range(args.steps + 1):
-            if step == 1:
-                grpo.spare_collector()
-                if where.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
+            if step == 1 and where.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             (row, _), wall = grpo.timed(where.device, grpo.train_step, run, step)
             D.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
             rows.append(row)
