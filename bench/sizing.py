@@ -3,8 +3,8 @@
     python bench/sizing.py
 
 Bytes follow from the format, times from measured rates (encode.json, gold_ranks.json): encoding takes its start and then
-scales with passages and with cards, a rank with passages.  A card of 80 GB gives an index what `retriever.place` takes, half of what is free
-beside a policy in training; served alone, 90 %.
+scales with passages and with cards, a rank with passages.  A card of 80 GB gives an index what `retriever.place` takes,
+half of what is free beside a policy in training; served alone, 90 %.
 """
 
 from __future__ import annotations
