@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -713,6 +715,19 @@ def check_decode_kernel(device, dtypes):
                 expected = (q[r].float() @ keys.transpose(1, 2) * d**-0.5).softmax(-1) @ values
                 assert (out[r].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
                 assert torch.equal(slots[0][r, :, n], k[r, :, 0]) and torch.equal(slots[1][r, :, n], v[r, :, 0])
+
+
+def test_a_cache_that_is_let_go_is_freed_at_once():
+    """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
+    cache = R._KVCache(2, 8, 8, torch.device("cpu"), fused=False)
+    cache.begin_steps([1], [True], 2)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu
