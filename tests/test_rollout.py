@@ -720,6 +720,7 @@ def check_decode_kernel(device, dtypes):
 def test_a_cache_that_is_let_go_is_freed_at_once():
     """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
     cache = R._KVCache(2, 8, 8, torch.device("cpu"), fused=False)
+    cache.begin_prompts([0], [3], 4)
     cache.begin_steps([1], [True], 2)
     gone = weakref.ref(cache)
     gc.disable()
