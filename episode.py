@@ -617,7 +617,9 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         text = task.turn_text(turn)
-        message: dict = {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "text": text}
+        thought, tag, said = text.rpartition("</think>")
+        content = thought + tag + said.partition("<tool_call>")[0]
+        message: dict = {"role": "assistant", "content": content.strip(), "text": text}
         if thoughts := re.findall(r"<think>(.*?)</think>", turn.text, re.DOTALL):
             message["reasoning_content"] = "\n".join(t.strip() for t in thoughts)
         if turn.calls:

@@ -709,6 +709,9 @@ def test_a_trajectory_row_has_the_fields_of_the_schema():
     assert set(row) >= {"rollout_id", "id", "question", "golden_answers", "messages", "tools", "request_meta",
                         "response_meta", "rounds", "all_turns_tokens", "answer", "pred", "error", "metric_score"}
     assert row["rollout_id"] == "q0#0" and row["rounds"] == 2 and row["error"] is None and row["pred"] == "in Lima"
+    (e,), _ = play(task, ["<think>A <tool_call>?</think>I know. <answer>Lima</answer>"])
+    row = episode.trajectory_row(e, LIMA, task, {})
+    assert row["messages"][-1]["content"] == "<think>A <tool_call>?</think>I know. <answer>Lima</answer>"
     assert row["metric_score"] == {"em": 0.0, "f1": pytest.approx(2 / 3), "acc": 1.0, "precision": 0.5, "recall": 1.0}
     system, user, first, tool, last = row["messages"]
     assert (system["role"], user["content"]) == ("system", "Where?") and last["content"] == "<answer>in Lima</answer>"
