@@ -702,6 +702,13 @@ def test_bare_calls_are_written_with_their_tags():
 
 # --------------------------------------------------------------------------------------------------------- trajectories
 
+def test_a_call_that_is_only_thought_of_stays_in_the_content():
+    task = agent_task()
+    (e,), _ = play(task, ["<think>A <tool_call>?</think>I know. <answer>Lima</answer>"])
+    row = episode.trajectory_row(e, LIMA, task, {})
+    assert row["messages"][-1]["content"] == "<think>A <tool_call>?</think>I know. <answer>Lima</answer>"
+
+
 def test_a_trajectory_row_has_the_fields_of_the_schema():
     task = agent_task()
     (e,), _ = play(task, ["<think>hm</think>" + call(query="Ann"), "<answer>in Lima</answer>"])
@@ -709,9 +716,6 @@ def test_a_trajectory_row_has_the_fields_of_the_schema():
     assert set(row) >= {"rollout_id", "id", "question", "golden_answers", "messages", "tools", "request_meta",
                         "response_meta", "rounds", "all_turns_tokens", "answer", "pred", "error", "metric_score"}
     assert row["rollout_id"] == "q0#0" and row["rounds"] == 2 and row["error"] is None and row["pred"] == "in Lima"
-    (e,), _ = play(task, ["<think>A <tool_call>?</think>I know. <answer>Lima</answer>"])
-    row = episode.trajectory_row(e, LIMA, task, {})
-    assert row["messages"][-1]["content"] == "<think>A <tool_call>?</think>I know. <answer>Lima</answer>"
     assert row["metric_score"] == {"em": 0.0, "f1": pytest.approx(2 / 3), "acc": 1.0, "precision": 0.5, "recall": 1.0}
     system, user, first, tool, last = row["messages"]
     assert (system["role"], user["content"]) == ("system", "Where?") and last["content"] == "<answer>in Lima</answer>"
