@@ -567,7 +567,7 @@ def episode_figures(episode: Episode, question: Question, task: SearchTask | Age
                     gold_ids: Sequence[str] = ()) -> dict:
     """What is measured of one episode: em, f1, the form, searches, gold passages retrieved (None without any known)."""
     scores = answer_metrics(episode.prediction, question.golden_answers)
-    judged = bool(gold_ids) and episode.end not in FAILED
+    judged = bool(gold_ids) and episode.end not in FAILED and not task.cfg.mcp  # whose texts have no ids
     calls = episode.calls
     return {"em": scores["em"], "f1": scores["f1"], "prediction": episode.prediction,
             "well_formed": episode.end not in FAILED and task.well_formed(episode), "rounds": len(episode.rounds),
@@ -645,7 +645,7 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
             "metric_score": answer_metrics(episode.prediction, question.golden_answers),
             "well_formed": end not in FAILED and task.well_formed(episode),
             "searches": sum(call.done for call in episode.calls),
-            "retrieved": episode.retrieved}
+            "retrieved": None if task.cfg.mcp else episode.retrieved}  # an MCP server's texts have no ids
 
 
 def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:

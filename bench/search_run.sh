@@ -8,6 +8,7 @@
 # episodes and those after GRPO what report.py makes: report_NAME.txt (its boxes), trajectory_stats_NAME.json, .md and .png.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[ $# -ge 2 ] || { echo "usage: bench/search_run.sh search|agent OUT [key=value for grpo.py …]" >&2; exit 2; }
 task=$1 out=$2; shift 2
 case $task in search|agent) ;; *) echo "error: unknown task $task: search or agent" >&2; exit 2 ;; esac
 

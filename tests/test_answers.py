@@ -369,7 +369,7 @@ def test_types_of_questions(files):
 def test_rows_of_episodes_are_read(tmp_path):
     """What infer.py writes of an episode, an answered and a failed one, is what this file reads."""
     task = SimpleNamespace(name="agent", messages=lambda q: [{"role": "user", "content": q}], tools=SimpleNamespace(
-        schemas=[]), cfg=SimpleNamespace(template="instruct"), well_formed=lambda e: True, turn_text=lambda t: t.text)
+        schemas=[]), cfg=SimpleNamespace(template="instruct", mcp=""), well_formed=lambda e: True, turn_text=lambda t: t.text)
     call = Call("retrieve", {"query": "lima"}, documents=[("p1", "x"), ("p2", "y")], done=True, shown="x\n\ny")
     rounds = [Round("ask", [call], "shown"), Round("<answer>Lima</answer>")]
     answered = Episode([1], [2], [0.0], [1], 0, "answered", 0, rounds, "Lima", True)

@@ -702,6 +702,16 @@ def test_bare_calls_are_written_with_their_tags():
 
 # --------------------------------------------------------------------------------------------------------- trajectories
 
+def test_what_an_mcp_server_returned_is_unknown_not_nothing():
+    task = agent_task()
+    (e,), _ = play(task, [call(query="Ann"), "<answer>Lima</answer>"])
+    assert episode.trajectory_row(e, LIMA, task, {})["retrieved"] == ["p0"]
+    assert episode.episode_figures(e, LIMA, task, ["p0"])["gold_recall"] == 1.0
+    task.cfg = EpisodeConfig(mcp="http://localhost/mcp")  # its texts have no ids
+    assert episode.trajectory_row(e, LIMA, task, {})["retrieved"] is None
+    assert episode.episode_figures(e, LIMA, task, ["p0"])["gold_recall"] is None
+
+
 def test_a_call_that_is_only_thought_of_stays_in_the_content():
     task = agent_task()
     (e,), _ = play(task, ["<think>A <tool_call>?</think>I know. <answer>Lima</answer>"])
