@@ -660,6 +660,8 @@ def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     turns, prompts, dev, dev_prompts = loaded
     cuda = where.device.type == "cuda"
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
+    if M.adapter_base(cfg.model) and not cfg.lora.r:
+        D.print0(f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r would go on with it")
     policy = M.load_causal_lm(cfg.model, dtype if cfg.lora.r else torch.float32, "cpu", cfg.gradient_checkpointing,
                               cfg.lora, cfg.seed, keep_start=cfg.kl_coef > 0, compiled=compiled)
     eos = data.eos_token_ids(tokenizer, policy.generation_config)

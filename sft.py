@@ -533,6 +533,8 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
            f"packed to {cfg.micro_batch_tokens} tokens; "
            f"{sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained")
     cuda = where.device.type == "cuda"
+    if adapter_base(cfg.model) and not cfg.lora.r:
+        print0(f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r would go on with it")
     model = load_causal_lm(cfg.model, torch.bfloat16 if cuda and cfg.lora.r else torch.float32, where.device,
                            cfg.gradient_checkpointing, cfg.lora, cfg.seed, compiled=cuda and cfg.compile)
     if cfg.lora.r:
