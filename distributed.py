@@ -71,8 +71,11 @@ def setup() -> Dist:
 
 
 def use_device(where: Dist, threads: int) -> None:
-    """Make this rank's card the calling thread's, and give torch so many CPU threads there: CUDA keeps the choice for each
-    thread and begins with card 0; a new thread has the CPU threads of any moment (model.one_thread)."""
+    """Make this rank's card the calling thread's, with so many CPU threads for torch.
+
+    CUDA keeps the choice for each thread and begins with card 0; a new thread starts with as many CPU threads as another
+    one has just then (one, inside model.one_thread).
+    """
     torch.set_num_threads(threads)
     if where.device.type == "cuda":
         torch.cuda.set_device(where.device)

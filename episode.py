@@ -215,7 +215,7 @@ def _sample(engine, active: list[Episode], samplings: list[Sampling], budgets: l
     """The next turn of every active episode, in their order.
 
     In the first round the samples of a prompt are one request; after it each has a conversation of its own, and a seed
-    made of its prompt and its prompt's, so that draws depend neither on what else is sampled nor on the process.
+    made of the prompt and the prompt's seed, so that draws depend neither on what else is sampled nor on the process.
     """
     def request(e: Episode, n: int) -> Sampling:
         s, left = samplings[e.group_id], budgets[e.group_id] - len(e.response_ids)

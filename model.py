@@ -372,8 +372,9 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
 def one_thread() -> Iterator[None]:
     """One CPU thread for torch's own operations, in this Python thread.
 
-    Batches are laid out with many operations on small tensors, each of which torch would share out among all cores: on
-    a host with other work, waiting for the slowest took 10 to 40 ms a time, 0.9 s of a step (profile, 32 cores).
+    Batches are laid out with many operations on small tensors, which torch would share out among all cores.  On a host
+    of 32 with other work that took 0.45 s of a step, most likely in waits for the slowest core
+    (bench/results/layout_profile.txt).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
