@@ -105,7 +105,7 @@ def report(results: dict, out: str, final: bool = True) -> None:
     if vllm is not None:
         versions["vllm"] = vllm.__version__
     words = [w for last, w in zip(sys.argv, sys.argv[1:]) if "--out" not in (last, w)]  # a path of this machine
-    row = {"bench": Path(sys.argv[0]).stem, "card": card(), "versions": versions,
+    row = {"bench": Path(sys.argv[0]).stem, "card": results.get("card") or card(), "versions": versions,
            "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, words)]),
            "date": time.strftime("%Y-%m-%d"), **results}
     if final:

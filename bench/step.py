@@ -1,14 +1,14 @@
 """A whole GRPO step by phase, on random weights of a named shape, beside the peer's in the same run on the same card.
 
-    python bench/step.py --shape 3b --engine torch --peer hf --peer-script trl_grpo.py
-    python bench/step.py --shape 0.5b --engine vllm --peer vllm --peer-script trl_grpo.py
+    python bench/step.py --shape 3b --engine torch vllm --peer hf vllm --peer-script trl_grpo.py
     torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
 
 It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a
 hash of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left
-out; the medians of the others count.  With --peer this process holds no memory of the card: ours runs in one of its
-own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script) in another, with the same sizes; its
-first step is left out too.  --out has our phases after every step, whatever becomes of the next step or of the peer.
+out; the medians of the others count.  With --peer, or several engines, this process holds no memory of the card: each
+of our engines runs in a process of its own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script)
+with each of its engines, all with the same sizes; the peer's first step is left out too.  --out has what is measured
+so far, whatever becomes of the next step or of the peer.
 
 Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
 step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N
@@ -121,7 +121,7 @@ def ours(args) -> None:
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
     grpo.score = hashed_scores
-    sizes = {k: getattr(args, k) for k in ("shape", "engine", "prompts", "responses", "prompt_len", "new", "budget",
+    sizes = {k: getattr(args, k) for k in ("shape", "prompts", "responses", "prompt_len", "new", "budget",
                                            "recompute", "activations", "card_gib")}
     sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
     with tempfile.TemporaryDirectory() as folder:
@@ -136,25 +136,27 @@ def ours(args) -> None:
             rows.append(row)
             walls.append(wall)
             if where.rank == 0:
-                shapes.report(sizes | {"ours": summary(args, rows, walls, where.world)}, args.out, step == args.steps)
+                shapes.report(sizes | {"ours": {args.engine: summary(args, rows, walls, where.world)}}, args.out, step == args.steps)
     D.cleanup()
 
 
-def in_own_process(args) -> dict:
-    """What `ours` reports, run in a process of its own: the card is empty when it has ended."""
+def in_own_process(args, engine: str) -> dict:
+    """What `ours` reports of one engine, run in a process of its own: the card is empty when it has ended."""
+    environ = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}  # vLLM's sleep refuses the other
+    if engine == "torch":
+        environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(args.out or f"{folder}/ours.json")
-        out.unlink(missing_ok=True)  # an earlier run's
-        status = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--peer", "", "--out", str(out)]).returncode
+        out = Path(folder, "ours.json")
+        command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine, "--peer", "--out", str(out)]
+        status = subprocess.run(command, env=environ, stdout=sys.stderr).returncode
         row = json.loads(out.read_text()) if out.exists() else {}
-    row.pop("command", None)
-    return row | ({"ours_failed": status} if status else {})
+    return {k: v for k, v in row.items() if k != "command"} | ({f"{engine}_failed": status} if status else {})
 
 
-def peer(args) -> dict:
-    """The peer's step, in a process of its own."""
+def peer(args, engine: str) -> dict:
+    """The peer's step with one of its engines, in a process of its own."""
     options = {"shape": args.shape, "prompts": args.prompts, "n": args.responses, "prompt-len": args.prompt_len,
-               "new": args.new, "micro": args.peer_micro, "steps": args.peer_steps + 1, "engine": args.peer,
+               "new": args.new, "micro": args.peer_micro, "steps": args.peer_steps + 1, "engine": engine,
                "beta": 0 if args.no_kl else 0.001}
     command = [sys.executable, args.peer_script, *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -176,7 +178,7 @@ def peer(args) -> dict:
 
 def main() -> None:
     p = shapes.parser(__doc__)
-    p.add_argument("--engine", default="torch", choices=["torch", "vllm"])
+    p.add_argument("--engine", nargs="+", default=["torch"], choices=["torch", "vllm"])
     p.add_argument("--prompts", type=int, default=16, help="a step, of all processes")
     p.add_argument("--responses", type=int, default=8, help="a prompt")
     p.add_argument("--prompt-len", type=int, default=512, help="tokens")
@@ -189,22 +191,30 @@ def main() -> None:
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
-    p.add_argument("--peer", default="", choices=["", "hf", "vllm"], help="run the peer as well, with this engine, "
-                   "after ours and on the whole card")
+    p.add_argument("--peer", nargs="*", default=[], choices=["hf", "vllm"], help="run the peer as well, with these "
+                   "engines, after ours and on the whole card")
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
     p.add_argument("--peer-limit", type=float, default=420, help="seconds after which the peer is ended")
     args = p.parse_args()
-    if not args.peer:
+    if not args.peer and len(args.engine) == 1:
+        args.engine = args.engine[0]
         ours(args)
         return
     if "RANK" in os.environ:
-        p.error("--peer: the peer is one process on one card; start it without torchrun")
-    result = in_own_process(args)
-    result["peer"] = peer(args)
-    if "step_seconds" in result["peer"] and "ours" in result:
-        result["peer_over_ours"] = round(result["peer"]["step_seconds"] / result["ours"]["step_seconds"], 2)
+        p.error("--peer and several engines: each is one process on one card; start it without torchrun")
+    result = {"ours": {}, "peer": {}, "peer_over_ours": {}}
+    for engine in args.engine:
+        row = in_own_process(args, engine)
+        measured = result["ours"] | row.pop("ours", {})
+        result |= row | {"ours": measured, "versions": result.get("versions", {}) | row.get("versions", {})}
+        shapes.report(result, args.out, final=False)
+    for engine in args.peer:
+        result["peer"][engine] = row = peer(args, engine)
+        result["peer_over_ours"] |= {f"{engine} / {name}": round(row["step_seconds"] / own["step_seconds"], 2)
+                                     for name, own in result["ours"].items() if "step_seconds" in row}
+        shapes.report(result, args.out, final=False)
     shapes.report(result, args.out)
 
 
