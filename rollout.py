@@ -981,6 +981,7 @@ class VLLMEngine:
                 max_model_len=self.max_length,
                 max_num_seqs=max_batch,
                 max_num_batched_tokens=max(8192, self.max_length),
+                enable_chunked_prefill=self.cuda,  # its CPU build can't cut a prompt in two where requests have seeds
                 enforce_eager=not self.cuda,
                 disable_log_stats=True,
             )
