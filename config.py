@@ -130,6 +130,8 @@ def convert(value: Any, tp: Any, key: str) -> Any:
             if type(arg) in (type(value), str) and arg in (value, str(written)):
                 return arg
     elif origin is list:
+        if isinstance(written, str) and written and value is not None:  # one value stands for a list of one
+            return [convert(written, args[0], key)]
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
     elif origin is dict:
@@ -159,7 +161,8 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
     names = [f.name for f in fields(cls) if f.init]
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+            inner = [f"{n}.{key}" for n in names if is_dataclass(hints[n]) and key in {f.name for f in fields(hints[n])}]
+            near = inner or difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f"did you mean {prefix}{near[0]}?" if near else "known keys: " + ", ".join(prefix + n for n in names)
             raise ConfigError(f"unknown key {prefix}{key}; {hint}")
     missing = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING

@@ -500,6 +500,8 @@ def _answer_table(systems: dict[str, dict], first: str) -> str:
             below.append(f"| {title} | {' | '.join(cells)} |")
         if row["judged"]:
             notes += ["", f"{title}: gold recall and all gold over the {row['judged']} judged questions."]
+        if row["missing"]:
+            notes += ["", f"{title}: {row['missing']} of {row['questions']} questions have no prediction and count 0."]
         if row["extra"]:
             notes += ["", f"{title}: {row['extra']} predictions are for other questions and were ignored."]
     types = systems[first].get("types", {})
@@ -542,6 +544,8 @@ def _table(systems: dict[str, dict], first: str, unit: str) -> str:
         if "all_gold@10" in row:
             share = 100 * row["all_gold@10"]
             notes += ["", f"{title}: all gold passages are in the first ten for {share:.1f} % of the queries."]
+        if row["missing"]:
+            notes += ["", f"{title}: {row['missing']} of {row['queries']} queries have no results and count 0."]
         if row["extra"]:
             notes += ["", f"{title}: {row['extra']} queries of the run are not in the qrels and were ignored."]
         if "status" in row:

@@ -597,8 +597,7 @@ def encode_turns(turns: list, encode: Callable, limit: int, name: str) -> tuple[
             kept.append(turn)
             prompts.append(ids)
     if len(kept) < len(turns):
-        D.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} turns left out: prompt above max_prompt_tokens="
-                 f"{limit}")
+        D.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} left out: prompt above max_prompt_tokens={limit}")
     if not kept:
         raise data.DataError(f"{name}: every prompt is longer than max_prompt_tokens={limit}; raise the limit")
     return kept, prompts
@@ -680,11 +679,12 @@ def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     optimizer = M.make_optimizer(policy, cfg.lr, weight_decay=cfg.weight_decay)
     steps = cfg.steps or math.ceil(cfg.epochs * len(turns) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // where.world
+    asked = "turns" if cfg.task == "rewrite" else "questions"
     D.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} "
              f"process{'es' * (where.world > 1)} = {sequences} sequences per process in micro-batches of "
              f"{cfg.micro_batch_tokens} tokens; "
-             f"{len(turns)} turns = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
-             f"{steps} steps, lr {cfg.lr:g} after {cfg.warmup_steps} warm-up steps; {len(dev)} validation turns "
+             f"{len(turns)} {asked} = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
+             f"{steps} steps, lr {cfg.lr:g} after {cfg.warmup_steps} warm-up steps; {len(dev)} validation {asked} "
              f"every {cfg.validate_every} steps")
     return Run(cfg, where, tokenizer, policy, reference, optimizer, engine, retriever, task, golds, turns, prompts,
                dev, dev_prompts, steps, settings(cfg), best={"value": -1.0, "step": -1})

@@ -58,7 +58,7 @@ def load_tokenizer(path: str):
     try:
         return AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(path) else path)
     except (OSError, ValueError) as e:
-        raise ModelError(f"no tokenizer at {path!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub "
+        raise ModelError(f"no tokenizer at {path!r}: {_reason(path, e)}; give a Hugging Face folder or a reachable hub "
                          "name") from e
 
 
@@ -81,7 +81,7 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | 
                                                              output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
         there = f"the base model of {path}" if base != path else "no causal LM"
-        raise ModelError(f"{there} at {base!r}: {_first_line(e)}; give a Hugging Face folder or a reachable hub name"
+        raise ModelError(f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable hub name"
                          + (" (base_model_name_or_path of its adapter_config.json)" if base != path else "")) from e
     if report["missing_keys"]:
         raise ModelError(f"{base}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
@@ -135,6 +135,13 @@ def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _reason(path: str, e: Exception) -> str:
+    """Why nothing could be loaded from `path`, in a line; the libraries call a missing folder a bad repository name."""
+    if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        return "there is no such folder"
+    return _first_line(e)
 
 
 def _first_line(e: Exception) -> str:

@@ -249,6 +249,11 @@ def make_public(cfg: PublicConfig, command: str, files: dict[str, Official],
     paths = official_files(cfg, files, published)
     with finished_folder(cfg, made) as folder:
         made["result"] = write(paths, folder, published)
+        files = glob.glob(f"{glob.escape(folder)}/*.jsonl")
+        asked = [path for path in files if os.path.basename(path) != "corpus.jsonl"] or files
+        if not any(map(os.path.getsize, asked)):
+            raise DataError(f"{cfg.source}: the result would be empty: none of its files gave a row for "
+                            f"{', '.join(sorted(map(os.path.basename, asked)))}; are they cut off?")
         made["inputs"] = {key: {"path": path, "bytes": os.path.getsize(path)} for key, path in paths.items()}
         if published.differences:
             made["result"]["differs_from_published"] = published.differences

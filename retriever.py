@@ -1056,13 +1056,14 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
         if cfg.corpus and not (cfg.index and folder.is_dir()):
             return BM25Retriever(cfg.corpus, cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers)
         if not cfg.index:
-            raise RetrieverError("BM25 has neither corpus nor index: give corpus=FILE, or index=FOLDER of a saved one")
+            raise RetrieverError("BM25 has neither corpus nor index: give retriever.corpus=FILE, or retriever.index=FOLDER of a "
+                                 "saved one")
         return BM25Retriever.open(folder, cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers)
 
     def dense() -> DenseRetriever:
         if not cfg.index:
             raise RetrieverError(f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
-                                 "corpus=FILE encoder=FOLDER index=OUT, then give index=OUT")
+                                 "corpus=FILE encoder=FOLDER index=OUT, then give retriever.index=OUT")
         index = open_index(Path(cfg.index, "dense"), verify=cfg.verify)  # before any model is loaded
         faiss = FaissIndex(faiss_folder(cfg), faiss_source(index)) if cfg.faiss else None
         model, tokenizer, encoder = _load(cfg)

@@ -396,7 +396,8 @@ def serve_http(service: Service, listener: socket.socket) -> None:
     import uvicorn
     host, port = listener.getsockname()[:2]
     address, count = f"{f'[{host}]' if ':' in host else host}:{port}", len(service.retriever.passage_ids)
-    app = make_app(service, lambda: print(f"serving {count:,} passages at http://{address}", flush=True))
+    mcp = " (MCP: /mcp)" if service.cfg.mcp == "http" else ""
+    app = make_app(service, lambda: print(f"serving {count:,} passages{mcp} at http://{address}", flush=True))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=4096,
                                            timeout_graceful_shutdown=math.ceil(service.cfg.timeout)))
     server.capture_signals = nullcontext  # uvicorn's own would raise the signal again after the clean end

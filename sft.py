@@ -572,7 +572,9 @@ def merge(cfg: SFTConfig, where: Dist) -> dict:
     """
     base = adapter_base(cfg.model)
     if base is None:
-        raise ConfigError(f"model={cfg.model} is no adapter's folder (it has no adapter_config.json): nothing to merge")
+        final = os.path.join(cfg.model, "final")
+        hint = f"; the run's adapter is model={final}" if adapter_base(final) else ""
+        raise ConfigError(f"model={cfg.model} is no adapter's folder (it has no adapter_config.json): nothing to merge{hint}")
     if where.world > 1:
         raise ConfigError(f"stage=merge is work for one process, not {where.world}; start it without torchrun")
     if os.path.exists(cfg.out) and os.listdir(cfg.out) and not cfg.overwrite:

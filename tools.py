@@ -245,7 +245,8 @@ class MCPTools:
         except Exception as e:
             reason = _inner(e)
             reason = f"no answer within {timeout:g} s" if isinstance(reason, TIMEOUTS) else reason
-            raise ConfigError(f"episode.mcp={target}: {reason}; start that server, or give its URL or command") from e
+            raise ConfigError(f"episode.mcp={target}: {reason}; start that server, or give its URL (serve.py's ends in "
+                              "/mcp) or command") from e
         if not self.schemas:
             raise ConfigError(f"episode.mcp={target}: this server has no tools")
 

@@ -48,7 +48,7 @@ def read_trajectories(path: str) -> list[dict]:
         seen.add(row["rollout_id"])
         rows.append(row)
     if not rows:
-        raise DataError(f"{path}: no trajectories; the file is empty")
+        raise DataError(f"{path}: no trajectories; the file is empty: nothing passed the step that wrote it")
     return rows
 
 

@@ -145,7 +145,7 @@ WRONG = [
     ("count", "", "int"), ("count", "[1]", "int"), ("count", ".nan", "int"), ("count", ".inf", "int"),
     ("rate", "fast", "float"), ("rate", "true", "float"), ("rate", ".nan", "float"), ("rate", "nan", "float"), ("rate", "'1'", "float"),
     ("flag", "1", "bool"), ("flag", "'true'", "bool"), ("flag", "2.0", "bool"), ("name", "[a]", "str"), ("name", "null", "str"),
-    ("limit", "x", "int or null"), ("words", "a", "list of str"), ("words", "[[a]]", "str"), ("numbers", "[1, x]", "float"),
+    ("limit", "x", "int or null"), ("words", "[[a]]", "str"), ("numbers", "[1, x]", "float"),
     ("table", "[1]", "dict of float"), ("table", "{a: x}", "float"), ("mode", "slow", "one of fast, 7"), ("level", "3", "one of 1, 2"),
     ("level", "true", "one of 1, 2"), ("level", "1.0", "one of 1, 2"), ("level", "'1'", "one of 1, 2"),
 ]
@@ -179,6 +179,19 @@ def test_nested_errors_name_the_whole_key():
 def test_unknown_key_names_the_nearest(word, near):
     with pytest.raises(config.ConfigError, match=rf"unknown key .*did you mean {near}\?"):
         load(word)
+
+
+def test_a_key_of_a_nested_mapping_is_named_in_full():
+    with pytest.raises(config.ConfigError, match=r"unknown key k1; did you mean inner\.k1\?"):
+        load("k1=1")
+
+
+def test_one_value_stands_for_a_list_of_one():
+    assert load("numbers=3").numbers == [3]
+    assert load("numbers=[3]").numbers == [3]
+    for nothing in ("numbers=", "numbers=null", "numbers=x"):
+        with pytest.raises(config.ConfigError, match="^numbers="):
+            load(nothing)
 
 
 def test_unknown_key_without_a_neighbour_lists_all(tmp_path):

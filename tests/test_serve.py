@@ -76,7 +76,10 @@ class Server:
                    f"qrels={folder / 'test.qrels'}", f"port={port}", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
-        assert "serving 60 passages at http://127.0.0.1:" in line, self.process.stderr.read()
+        if not line.startswith("serving 60 passages") or " at http://127.0.0.1:" not in line:
+            self.process.kill()  # its stderr has an end then
+            raise AssertionError(line + self.process.stderr.read())
+        assert ("/mcp" in line) != ("mcp=off" in words)
         self.url = line.split()[-1]
         self.port = int(self.url.rsplit(":", 1)[1])
 
