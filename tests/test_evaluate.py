@@ -582,6 +582,7 @@ def test_qrels_decide_which_turns_are_judged(searched, capsys):
         )
     )
     assert (result["queries"], result["missing"], result["mrr"], result["ci_unit"]) == (2, 1, 0.5, "query")
+    assert "1 of 2 queries have no results and count 0." in capsys.readouterr().out
     assert retriever.asked == ["curie born warsaw"]
 
 

@@ -240,7 +240,7 @@ def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
     for arguments, text in [
             ([f"model={lm}", f"turns={tmp_path}/none.jsonl", out], "none.jsonl"),
             ([f"model={lm}", f"turns={tmp_path}/empty.jsonl", out], "no turns"),
-            ([f"model={tmp_path}/nothing", f"turns={turns}", out], "no tokenizer"),
+            ([f"model={tmp_path}/nothing", f"turns={turns}", out], "nothing': there is no such folder"),
             ([f"model={bare}", f"turns={turns}", out], "chat template"),
             ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
             ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),

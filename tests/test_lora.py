@@ -229,7 +229,10 @@ def test_merge_command(qwen, exported, tmp_path):
         assert result["base"] == qwen and result["gap"] < (1e-5 if dtype == "float32" else 0.05) and result["same"] > 0.9
     stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", output_loading_info=True)
     assert not any(report.values()) and torch.allclose(stock(TOKENS).logits, exported[0](TOKENS).logits, atol=1e-5)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "final").symlink_to(exported[1])
     for cfg, message in ((dict(model=qwen, out=str(tmp_path / "x")), "no adapter's folder"),
+                         (dict(model=str(tmp_path / "run"), out=str(tmp_path / "x")), "the run's adapter is model=.*run/final"),
                          (dict(model=exported[1], out=str(tmp_path / "float32")), "is there already")):
         with pytest.raises(config.ConfigError, match=message):
             sft.main(sft.SFTConfig(stage="merge", **cfg))

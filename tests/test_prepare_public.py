@@ -388,6 +388,13 @@ def canard_rows():
     return rows
 
 
+def test_a_conversion_without_a_single_turn_is_refused(tmp_path):
+    put(f"{tmp_path}/raw/dev.json", "[]")
+    with pytest.raises(DataError, match="result would be empty.*cut off"):
+        conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False))
+    assert os.listdir(tmp_path) == ["raw"]
+
+
 def test_canard_rules(tmp_path):
     put(f"{tmp_path}/raw/dev.json", b"\xef\xbb\xbf" + json.dumps(canard_rows(), indent=4).replace("\n", "\r\n").encode())
     out = f"{tmp_path}/out"
