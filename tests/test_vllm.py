@@ -93,6 +93,17 @@ def test_greedy_and_logprobs_equal_the_trainers_after_each_sync(vllm):
 
 
 @pytest.mark.vllm
+def test_more_prompt_tokens_than_one_of_vllms_steps_takes(vllm):
+    """Seeded requests, 11,000 prompt tokens where a step takes 8,192: vLLM may cut a prompt in two, on a GPU alone."""
+    engine, tied = vllm
+    model, draws = model_of(tied), random.Random(0)
+    engine.sync_weights(model.named_parameters())
+    prompts = [[draws.randrange(5, 200) for _ in range(200)] for _ in range(55)]
+    rollouts = engine.generate(prompts, Sampling(temperature=0.7, max_tokens=4, seed=1))
+    assert [r.prompt_ids for r in rollouts] == prompts and gap(model, rollouts, 0.7) < LIMIT
+
+
+@pytest.mark.vllm
 def test_a_sync_resets_the_prefix_cache(vllm):
     """The same long prompt before and after a sync: keys and values of the old weights would give wrong logits."""
     engine, tied = vllm
