@@ -142,7 +142,7 @@ def ours(args) -> None:
 
 def in_own_process(args, engine: str) -> dict:
     """What `ours` reports of one engine, run in a process of its own: the card is empty when it has ended."""
-    environ = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}  # vLLM's sleep refuses the other
+    environ = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}  # not for vLLM's pool
     if engine == "torch":
         environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with tempfile.TemporaryDirectory() as folder:
