@@ -527,7 +527,7 @@ def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(wor
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
     encode = lambda t: data.encode_chat(tokenizer, data.rewrite_prompt(t))
     kept, prompts = grpo.encode_turns(turns, encode, len(encode(turns[0])), "x")
-    assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 turns left out" in capsys.readouterr().out
+    assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
 
 
 def test_syn_13_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
