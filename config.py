@@ -131,7 +131,8 @@ def convert(value: Any, tp: Any, key: str) -> Any:
                 return arg
     elif origin is list:
         if isinstance(written, str) and written and value is not None:  # one value stands for a list of one
-            return [convert(written, args[0], key)]
+            with contextlib.suppress(ConfigError):
+                return [convert(written, args[0], key)]
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
     elif origin is dict:
