@@ -248,7 +248,7 @@ def read_turns(path: str) -> list[Turn]:
             **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
             extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
     if not turns:
-        raise DataError(f"{path}: no turns; the file is empty: nothing passed the step that wrote it")
+        raise DataError(f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that filters: let more pass)")
     return turns
 
 

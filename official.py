@@ -82,10 +82,18 @@ def remove_leftovers(out: str) -> None:
 
 @contextlib.contextmanager
 def finished_folder(cfg, made: dict):
-    """A temporary folder that becomes `cfg.out` at the end, with the config and `made` (the caller adds "result")."""
+    """A temporary folder that becomes `cfg.out` at the end, with the config and `made` (the caller adds "result").
+
+    DataError: not one turn or question in it (of a corpus alone: not one passage).
+    """
     remove_leftovers(cfg.out)
     with atomic_folder(cfg.out) as folder:
         yield folder
+        rows = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder)) if name.endswith(".jsonl")}
+        asked = {name: size for name, size in rows.items() if name != "corpus.jsonl"} or rows
+        if asked and not any(asked.values()):
+            raise DataError(f"out={cfg.out}: the result would be empty: no input gave a row for {', '.join(asked)}; are the "
+                            "files cut off?")
         save_config(cfg, f"{folder}/config.yaml")
         made["files"] = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
         with atomic_write(f"{folder}/made.json") as f:
@@ -249,11 +257,6 @@ def make_public(cfg: PublicConfig, command: str, files: dict[str, Official],
     paths = official_files(cfg, files, published)
     with finished_folder(cfg, made) as folder:
         made["result"] = write(paths, folder, published)
-        files = glob.glob(f"{glob.escape(folder)}/*.jsonl")
-        asked = [path for path in files if os.path.basename(path) != "corpus.jsonl"] or files
-        if not any(map(os.path.getsize, asked)):
-            raise DataError(f"{cfg.source}: the result would be empty: none of its files gave a row for "
-                            f"{', '.join(sorted(map(os.path.basename, asked)))}; are they cut off?")
         made["inputs"] = {key: {"path": path, "bytes": os.path.getsize(path)} for key, path in paths.items()}
         if published.differences:
             made["result"]["differs_from_published"] = published.differences

@@ -248,8 +248,10 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
             if hasattr(model, "pooler"):
                 model.pooler = None  # never used, often not in the checkpoint and then random
     except OSError as e:
-        raise RetrieverError(f"encoder {name!r} can't be loaded ({str(e).splitlines()[0]}); give a folder with its "
-                             "config.json, tokenizer and weights, or a hub name where the hub can be reached") from e
+        local = name.startswith((".", "/", "~")) or name.count("/") > 1  # no hub's name, but the library reads it as one
+        reason = "there is no such folder" if local and not os.path.exists(name) else str(e).splitlines()[0]
+        raise RetrieverError(f"encoder {name!r} can't be loaded ({reason}); give a folder with its config.json, tokenizer "
+                             "and weights, or a hub name where the hub can be reached") from e
     encoder = replace(encoder, name=name, **overrides)
     if (encoder.pooling == "ance") != isinstance(model, ANCE):
         raise RetrieverError(f"pooling is {encoder.pooling!r}, but {name} is an ANCE checkpoint with its own head; "

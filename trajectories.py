@@ -48,7 +48,8 @@ def read_trajectories(path: str) -> list[dict]:
         seen.add(row["rollout_id"])
         rows.append(row)
     if not rows:
-        raise DataError(f"{path}: no trajectories; the file is empty: nothing passed the step that wrote it")
+        raise DataError(f"{path}: no trajectories; the file is empty: give one with a trajectory a line (of a report's "
+                        "successes: none succeeded)")
     return rows
 
 

@@ -104,7 +104,9 @@ def report(results: dict, out: str, final: bool = True) -> None:
     vllm = sys.modules.get("vllm")
     if vllm is not None:
         versions["vllm"] = vllm.__version__
-    words = [w for last, w in zip(sys.argv, sys.argv[1:]) if "--out" not in (last, w)]  # a path of this machine
+    own = {"--out", "--peer-script"}  # paths of this machine
+    words = [w for last, w in zip(sys.argv, sys.argv[1:]) if not own & {last, w}]
+    # (asking for the card takes memory on it, so what a process of its own said of it stands)
     row = {"bench": Path(sys.argv[0]).stem, "card": results.get("card") or card(), "versions": versions,
            "command": " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *map(shlex.quote, words)]),
            "date": time.strftime("%Y-%m-%d"), **results}

@@ -8,7 +8,7 @@ hash of the response, as the peer's is.  No response ends early: no id ends one.
 out; the medians of the others count.  With --peer, or several engines, this process holds no memory of the card: each
 of our engines runs in a process of its own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script)
 with each of its engines, all with the same sizes; the peer's first step is left out too.  --out has what is measured
-so far, whatever becomes of the next step or of the peer.
+so far after each of them (one engine alone: after each step).
 
 Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
 step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N
@@ -45,7 +45,7 @@ def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score
             for text, r in zip(texts, rollouts)]
 
 
-def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
+def make_run(args, kind: str, where: D.Dist, folder: str) -> grpo.Run:
     """grpo.start without files: random weights, random prompts."""
     cuda = where.device.type == "cuda"
     M.ACTIVATIONS = args.activations
@@ -55,7 +55,7 @@ def make_run(args, where: D.Dist, folder: str) -> grpo.Run:
         max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001,
         micro_batch_tokens=args.budget, gradient_checkpointing=args.recompute, compile=compiled,
         steps=args.steps + 1, warmup_steps=0,
-        engine=EngineConfig(kind=args.engine, batch=args.engine_batch, gpu_memory=args.gpu_memory))
+        engine=EngineConfig(kind=kind, batch=args.engine_batch, gpu_memory=args.gpu_memory))
     grpo.check_config(cfg, where.world)
     tokenizer = shapes.word_tokenizer()
     engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
@@ -115,8 +115,8 @@ def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
     return result
 
 
-def ours(args) -> None:
-    """Our steps, reported after each of them."""
+def ours(args, kind: str) -> None:
+    """Our steps with one kind of engine, reported after each of them."""
     where = D.setup()
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
@@ -125,7 +125,7 @@ def ours(args) -> None:
                                            "recompute", "activations", "card_gib")}
     sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
     with tempfile.TemporaryDirectory() as folder:
-        run = make_run(args, where, shapes.write_config_folder(args.shape, folder))
+        run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
         grpo.wake_engine(run)
         rows, walls = [], []
         for step in range(args.steps + 1):
@@ -136,7 +136,8 @@ def ours(args) -> None:
             rows.append(row)
             walls.append(wall)
             if where.rank == 0:
-                shapes.report(sizes | {"ours": {args.engine: summary(args, rows, walls, where.world)}}, args.out, step == args.steps)
+                measured = {kind: summary(args, rows, walls, where.world)}
+                shapes.report(sizes | {"ours": measured}, args.out, step == args.steps)
     D.cleanup()
 
 
@@ -199,8 +200,7 @@ def main() -> None:
     p.add_argument("--peer-limit", type=float, default=420, help="seconds after which the peer is ended")
     args = p.parse_args()
     if not args.peer and len(args.engine) == 1:
-        args.engine = args.engine[0]
-        ours(args)
+        ours(args, args.engine[0])
         return
     if "RANK" in os.environ:
         p.error("--peer and several engines: each is one process on one card; start it without torchrun")

@@ -874,3 +874,8 @@ def test_minilm_tells_paraphrases():
     texts = ["A man is eating food.", "A man is eating a piece of bread.", "The cheetah runs."]
     a, b, c = encode(*parts[:2], texts, parts[2])
     assert a @ b > 0.6 > 0.3 > a @ c and abs(float(a.norm()) - 1) < 1e-5
+
+
+def test_an_encoders_missing_folder_is_called_one(tmp_path):
+    with pytest.raises(RetrieverError, match="no' can't be loaded .there is no such folder"):
+        load_encoder(f"{tmp_path}/no")
