@@ -55,7 +55,8 @@ def make_run(args, kind: str, where: D.Dist, folder: str) -> grpo.Run:
         max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001,
         micro_batch_tokens=args.budget, gradient_checkpointing=args.recompute, compile=compiled,
         steps=args.steps + 1, warmup_steps=0,
-        engine=EngineConfig(kind=kind, batch=args.engine_batch, gpu_memory=args.gpu_memory))
+        engine=EngineConfig(kind=kind, batch=args.engine_batch, gpu_memory=args.gpu_memory,
+                            tensor_parallel=args.tensor_parallel))
     grpo.check_config(cfg, where.world)
     tokenizer = shapes.word_tokenizer()
     engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
@@ -122,7 +123,7 @@ def ours(args, kind: str) -> None:
         shapes.shrink_card(args.card_gib)
     grpo.score = hashed_scores
     sizes = {k: getattr(args, k) for k in ("shape", "prompts", "responses", "prompt_len", "new", "budget",
-                                           "recompute", "activations", "card_gib")}
+                                           "recompute", "activations", "tensor_parallel", "card_gib")}
     sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
@@ -190,6 +191,7 @@ def main() -> None:
     p.add_argument("--activations", type=float, default=M.ACTIVATIONS, help="of compiled layers, see model.ACTIVATIONS")
     p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
+    p.add_argument("--tensor-parallel", type=int, default=1, help="processes that hold one copy of vLLM's weights")
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
     p.add_argument("--peer", nargs="*", default=[], choices=["hf", "vllm"], help="run the peer as well, with these "
