@@ -14,6 +14,7 @@ import contextlib
 import copy
 import gc
 import glob
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -212,8 +213,11 @@ def give_back(model: nn.Module) -> None:
             module.reshard()
 
 
+GATHER_BYTES = 2 ** 28  # of weights in one collective: hundreds of small ones are a matter of starting them
+
+
 def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, one at a time; tied ones once.  A collective.
+    """(Hugging Face name, full tensor) of every parameter, tied ones once; some are whole at a time.  A collective.
 
     With `dtype` they are cast to it, the shards before they are gathered.
 
@@ -222,23 +226,41 @@ def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
     """
     adapted = {f"{name}.base_layer.weight": module for name, module in model.named_modules()
                if hasattr(module, "lora_A")}
-    for name, parameter in _named_parameters(model):
-        if ".lora_" not in name:
-            shard = parameter.detach()
-            if name in adapted:
-                value = _merged(full_tensor(shard), adapted[name])
-                yield clean_name(name), value if dtype is None else value.to(dtype)
-            else:
-                shared = isinstance(shard, DTensor) and shard.device_mesh.size() > 1
-                value = full_tensor(shard.to(dtype) if shared and dtype is not None else shard)
-                yield clean_name(name), value if dtype is None else value.to(dtype)
+    named = [(name, p.detach()) for name, p in _named_parameters(model) if ".lora_" not in name]
+    parts = [(p.dtype, name in adapted, total // GATHER_BYTES)
+             for (name, p), total in zip(named, itertools.accumulate(p.nbytes for _, p in named))]
+    for (_, merged, _), run in itertools.groupby(zip(named, parts), lambda x: x[1]):
+        names, shards = zip(*(pair for pair, _ in run))
+        values = gather(shards, dtype) if not merged else (
+            _merged(p, adapted[name]).to(dtype or torch.float32) for name, p in zip(names, shards))
+        yield from zip(map(clean_name, names), values)
+
+
+def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """The whole of every tensor (all of one dtype), cast: sharded ones through one collective."""
+    first = shards[0]
+    dtype = dtype or first.dtype
+    if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
+        yield from (full_tensor(shard).to(dtype) for shard in shards)
+        return
+    world = first.device_mesh.size()
+    rows = [-(-s.shape[0] // world) for s in shards]  # of a rank; the last may have fewer, or none
+    sizes = [n * s.shape[1:].numel() for n, s in zip(rows, shards)]
+    own = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+    for part, shard in zip(own.split(sizes), shards):
+        local = shard.to_local()
+        part[:local.numel()] = local.flatten()  # cast
+    every = own.new_empty(world, len(own))
+    dist.all_gather(list(every), own, group=first.device_mesh.get_group())
+    for part, n, s in zip(every.split(sizes, dim=1), rows, shards):
+        yield part.reshape(world * n, *s.shape[1:])[:s.shape[0]]
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
     """The weight (out, in) of a LoRA layer with its active adapter added, float32 (a collective)."""
     (name,) = layer.active_adapters
     a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))  # (r, in), (out, r)
-    return weight.float() + layer.scaling[name] * (b @ a)
+    return full_tensor(weight).float() + layer.scaling[name] * (b @ a)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

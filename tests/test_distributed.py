@@ -661,6 +661,16 @@ def check(where, lm, out):
     if rank == 0:
         torch.save({"from_one": from_one, "after": after}, out + "/from_one.pt")
 
+    # many weights in a collective, or one; rows that do not divide by the ranks, or are fewer
+    whole, many = T.weights(model), D.GATHER_BYTES
+    D.GATHER_BYTES = 2000
+    facts["few at a time"] = [list(whole) == list(few := T.weights(model)), all(torch.equal(whole[n], few[n]) for n in whole)]
+    D.GATHER_BYTES = many
+    shapes = [(3, 5), (1, 4), (7,), (4, 2, 3)]
+    odd = [torch.distributed.tensor.distribute_tensor(torch.randn(s), p.device_mesh, p.placements) for s in shapes]
+    facts["odd rows"] = [torch.equal(x.to(dtype), y) and y.dtype == dtype for dtype in (torch.float32, torch.bfloat16)
+                         for x, y in zip([s.full_tensor() for s in odd], D.gather(odd, dtype))]
+
     # ckp-14: ranks that see different folders; ckp-08 on one rank alone
     own = out + f"/own{rank}"
     for n in [10, 20] if rank == 0 else [10]:
@@ -754,6 +764,11 @@ def test_two_processes_add_the_constant_once(two):
 
 def test_two_processes_resume_bit_equally(two):
     assert all(facts["rng"] and facts["bit equal"] for facts in two[0])
+
+
+def test_two_processes_gather_weights_of_any_shape_many_at_a_time(two):
+    for facts in two[0]:
+        assert facts["few at a time"] == [True, True] and facts["odd rows"] == [True] * 8
 
 
 def test_ckp_04_written_by_one_loaded_by_two(where, two):
