@@ -47,7 +47,7 @@ BLOCK = 128  # tokens of a tile of flex attention
 ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
 KEY_HEADS = 16  # flex attention gets keys and values of so many heads, repeated where the model has fewer
 DYNAMIC = None  # torch.compile's: from the second length on, length is a variable; False: each length is compiled
-SHARING_PAYS = 1.15  # laying prompts out once has to save this factor in tokens before flex attention is chosen
+SHARING_PAYS = 1.06  # where laying prompts out once saves this factor in tokens, flex attention is as fast as flash
 ACTIVATIONS = 0.99  # share compiled layers keep for the backward pass; the rest is cheap to redo (3B: 8 GiB for 3 %)
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 
@@ -363,8 +363,8 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
     """How to lay out sequences of these lengths, of which `shared` tokens remain when common prompts are laid out once.
 
     `dense` (sdpa with a dense mask): on the CPU, and for heads that flex attention does not take.  On a GPU `shared`
-    (flex attention) where laying prompts out once saves at least 1 - 1/SHARING_PAYS of the tokens, or the dtype is
-    float32; else `whole` (flash attention of variable length, whose kernel is the faster one).
+    (flex attention) where laying prompts out once saves at least 1 - 1/SHARING_PAYS of the tokens
+    (bench/results/layout_3b.json), or the dtype is float32; else `whole` (flash attention of variable length).
     """
     device, dtype = compute_place(model)
     config = model.config
