@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -621,7 +622,8 @@ def add_adapter(model: nn.Module, lora: LoRAConfig, folder: str = "", seed: int 
         settings.use_rslora = bool(there.get("use_rslora"))
     for name in (ADAPTER, START) if folder and keep_start else (ADAPTER,):
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are meant
                 torch.default_generator.manual_seed(seed)  # the adapter is made on the CPU
                 inject_adapter_in_model(settings, model, name)
         except ValueError as e:
