@@ -198,14 +198,16 @@ def normalize_answer(s: str) -> str:
     "3.5" is "35" and "well-known" is "wellknown". Kept because published EM and F1 are computed so. Unicode punctuation
     (curly quotes, dashes) stays. Accents count: "Cafe" is not "Café". Only NFC is ours; FlashRAG's function lacks it.
     """
-    s = unicodedata.normalize("NFC", s.lower()).translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", s).split())
+    return " ".join(_ARTICLES.sub(" ", _plain(s)).split())
 
 
-def _normalized_golds(golds: str | Iterable[str]) -> list[str]:
-    """Normalised golds. One that comes out empty ("???", "The") is dropped: an empty prediction must not earn it."""
-    golds = [golds] if isinstance(golds, str) else golds
-    return [gold for gold in map(normalize_answer, golds) if gold]
+def _plain(s: str) -> str:
+    return unicodedata.normalize("NFC", s.lower()).translate(_PUNCTUATION)
+
+
+def _comparable(s: str) -> str:
+    """`normalize_answer(s)`; what is articles alone keeps them: of four choices "A" can be right, and "" cannot."""
+    return normalize_answer(s) or " ".join(_plain(s).split())
 
 
 def answer_metrics(prediction: str | None, golds: str | Iterable[str]) -> dict[str, float]:
@@ -220,13 +222,15 @@ def answer_metrics(prediction: str | None, golds: str | Iterable[str]) -> dict[s
     P, R and F1 may come from different golds, so the F1 is not always that of the P and R beside it. In these three a
     gold gives 0 when either side is exactly yes, no or noanswer and the two differ. Tokens are what white space
     separates: scripts without blanks (Chinese, Japanese, Thai) earn an exact copy only. All are 0.0 for an empty or
-    missing prediction (None: nothing could be extracted), and when no gold is left to match.
+    missing prediction (None: nothing could be extracted), and when no gold is left to match: one that comes out empty
+    ("???") earns nothing, and one of articles alone ("A", "The") is matched by just these.
     """
-    predicted, golds = normalize_answer(prediction or ""), _normalized_golds(golds)
+    predicted = _comparable(prediction or "")
+    golds = [gold for gold in map(_comparable, [golds] if isinstance(golds, str) else golds) if gold]
     scores = dict.fromkeys(ANSWER_METRICS, 0.0)
     if predicted:
         scores["em"] = float(predicted in golds)
-        scores["acc"] = float(any(gold in predicted for gold in golds))
+        scores["acc"] = float(predicted in golds or any(gold in predicted for gold in golds if normalize_answer(gold)))
     for gold in golds:
         if predicted != gold and (predicted in _CLOSED_ANSWERS or gold in _CLOSED_ANSWERS):
             continue

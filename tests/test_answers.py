@@ -34,7 +34,7 @@ def put(path, rows):
 
 # ------------------------------------------------------------------------------------------------------------- formulas
 
-def plain(text):
+def plain(text, dropped=("a", "an", "the")):
     """Normalisation character by character and word by word: no regular expression, no table."""
     text = unicodedata.normalize("NFC", text.lower())
     text = "".join(c for c in text if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
@@ -43,17 +43,21 @@ def plain(text):
         if c.isalnum():
             word += c
         else:
-            words += ["" if word in ("a", "an", "the") else word, c]
+            words += ["" if word in dropped else word, c]
             word = ""
     return " ".join("".join(w if w or i % 2 else " " for i, w in enumerate(words)).split())
 
 
 def slow(prediction, golds):
     best = dict.fromkeys(ANSWER_METRICS, 0.0)
-    p = plain(prediction)
-    for g in [plain(gold) for gold in golds if plain(gold)]:
+    p = plain(prediction) or plain(prediction, ())
+    for gold in golds:
+        g = plain(gold) or plain(gold, ())
+        if not g:
+            continue
         best["em"] = max(best["em"], 1.0 if p == g else 0.0)
-        best["acc"] = max(best["acc"], 1.0 if any(p[i:i + len(g)] == g for i in range(len(p))) else 0.0)
+        inside = p == g or plain(gold) and any(p[i:i + len(g)] == g for i in range(len(p)))
+        best["acc"] = max(best["acc"], 1.0 if inside else 0.0)
         if p != g and {p, g} & {"yes", "no", "noanswer"}:
             continue
         left, same = g.split(), 0

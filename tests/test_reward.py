@@ -17,6 +17,7 @@ import pytest
 import reward
 from reward import (
     REWARDS,
+    answer_metrics,
     check_search_format,
     exact_match,
     extract_answer,
@@ -257,7 +258,7 @@ def test_malformed_reward_is_a_parameter_and_ignores_the_rank():
 def squad_normalize(text):
     """The published scorer, step by step, for ASCII text."""
     text = "".join(c for c in text.lower() if c not in set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) or " ".join(text.split())  # articles alone stay
 
 
 def slow_f1(prediction, golds):
@@ -331,7 +332,14 @@ def test_f1_rows(prediction, golds, f1):
 
 def test_a_gold_that_normalises_to_nothing_earns_nothing():
     for prediction in ("", "the", "???", None):
-        assert exact_match(prediction, ["The", "???"]) == 0.0 and f1_score(prediction, ["The", "???"]) == 0.0
+        assert exact_match(prediction, ["???", "-"]) == 0.0 and f1_score(prediction, ["???", "-"]) == 0.0
+
+
+def test_a_gold_of_articles_alone_is_matched_by_just_these():
+    """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything earn it."""
+    assert list(answer_metrics("a.", ["A"]).values()) == [1.0] * 5
+    for prediction in ("", None, "B", "cat", "a cat", "???", "the"):
+        assert list(answer_metrics(prediction, ["A"]).values()) == [0.0] * 5, prediction
 
 
 @pytest.mark.parametrize(
