@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, Iterator
 
@@ -49,19 +50,21 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
         (f"{path}:{number}", row) for number, row in read_jsonl(path))
     predictions: dict[str, Prediction] = {}
     for where, row in rows:
-        output = row.get("output") or {}
+        output = row["output"] if isinstance(row.get("output"), dict) else {}
+        question = row.get("id")
+        question = str(question) if isinstance(question, int) and not isinstance(question, bool) else question
         places = (("pred", row), ("prediction", row), ("pred", output))
         key, holder = next(((key, holder) for key, holder in places if key in holder), ("", {}))
         answer = holder.get(key)
-        if not isinstance(row.get("id"), str) or not key or not isinstance(answer, str | None):
-            raise DataError(f"{where}: id is {row.get('id')!r} and the prediction "
+        if not isinstance(question, str) or not key or not isinstance(answer, str | None):
+            raise DataError(f"{where}: id is {question!r} and the prediction "
                             f"{f'is {answer!r}' if key else 'is absent'}; a line is one of {FORMS}, with strings")
         if _sample(row, where) != sample:
             continue
-        if row["id"] in predictions:
-            raise DataError(f"{where}: question {row['id']!r} is answered a second time; number the rollouts: sample")
+        if question in predictions:
+            raise DataError(f"{where}: question {question!r} is answered a second time; number the rollouts: sample")
         response = _typed(*((row, "answer") if "answer" in row else (output, "final_response")), str, where)
-        predictions[row["id"]] = Prediction(
+        predictions[question] = Prediction(
             answer or "", response, _typed(row, "well_formed", bool, where), _typed(row, "searches", int, where),
             _ids(row, where), _typed(row, "error", str, where))
     if not predictions:
@@ -71,8 +74,8 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
 
 def _sample(row: dict, where: str) -> int:
     number = row.get("sample", str(row.get("rollout_id", "")).partition("#")[2] or 0)
-    if not str(number).isdigit():
-        raise DataError(f"{where}: sample {number!r} is no number from 0")
+    if not re.fullmatch("[0-9]{1,9}", str(number)):
+        raise DataError(f"{where}: sample {str(number)[:40]!r} is no number from 0")
     return int(number)
 
 
@@ -139,7 +142,7 @@ def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction], s
     """
     items = []
     for _, row in read_jsonl(path):
-        found, score = predictions.get(row["id"], Prediction("")), scores[row["id"]]
+        found, score = predictions.get(str(row["id"]), Prediction("")), scores[str(row["id"])]
         values = {name: score[name] if name in ("em", "acc") else score[name] or 0 for name in ANSWER_METRICS}
         response = {"final_response": found.response} if found.response is not None else {}
         items.append(row | {"output": response | {"pred": found.answer, "metric_score": values}})

@@ -143,9 +143,9 @@ def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
 
 
 def _id(value: str, key: str, where: str) -> str:
-    if not value or value.split() != [value]:
-        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks: it becomes a column of TREC "
-                        "files")
+    if value.split() != [value] or "\0" in value:
+        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a column of "
+                        "TREC files")
     return value
 
 
@@ -235,8 +235,8 @@ def read_turns(path: str) -> list[Turn]:
         where = f"{path}:{number}"
         query_id, question = _new_id(row, "query_id", where, seen), _question(row, where)
         turn = row.get("turn", 1)
-        if isinstance(turn, bool) or not re.fullmatch(r"\s*\d+\s*", str(turn)):
-            raise DataError(f"{where}: turn {turn!r} of {query_id} is not a whole number")
+        if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
+            raise DataError(f"{where}: turn {repr(turn)[:40]} of {query_id} is not a whole number")
         gold = [] if row.get("gold_ids") is None else row["gold_ids"]
         gold = gold if isinstance(gold, list) else [gold]
         if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
@@ -281,9 +281,13 @@ def read_questions(path: str) -> list[Question]:
         key = _new_id(row, "id", where, seen)
         golds = row.get("golden_answers")
         golds = [golds] if isinstance(golds, str) else golds
-        if not isinstance(golds, list) or not golds or not all(isinstance(g, str) for g in golds):
-            raise DataError(f"{where}: golden_answers of {key} must be a non-empty list of strings, not {golds!r}")
-        questions.append(Question(key, _question(row, where), golds, row.get("metadata") or {}))
+        if not isinstance(golds, list) or not all(isinstance(g, str) for g in golds) or not "".join(golds).strip():
+            raise DataError(f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
+                            f"{str(golds)[:80]}")
+        metadata = row.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise DataError(f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}")
+        questions.append(Question(key, _question(row, where), [g for g in golds if g.strip()], metadata))
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")
     return questions
@@ -450,9 +454,12 @@ def read_examples(path: str) -> list[Turn]:
     examples = []
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
-        response = response_text(_text(row, "think", where), _text(row, "rewrite", where))
-        examples.append(Turn(f"example-{number}", "examples", number, _context(row, where),
-                             _text(row, "question", where), [], response=response))
+        think, rewrite = _text(row, "think", where), _text(row, "rewrite", where)
+        if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
+            raise DataError(f"{where}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must not be empty, "
+                            "and neither may hold the tags that are put around them")
+        examples.append(Turn(f"example-{number}", "examples", number, _context(row, where), _question(row, where), [],
+                             response=response_text(think, rewrite)))
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return examples

@@ -163,6 +163,8 @@ def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str,
 def _title(path: str, taken: dict) -> str:
     """A file's name without its ending; the whole path where that name is taken."""
     title = os.path.splitext(os.path.basename(path))[0]
+    if title in taken and path in taken:
+        raise ConfigError(f"{path} is named once more; once as baseline and once as run is enough")
     return path if title in taken else title
 
 
@@ -204,6 +206,9 @@ def score(cfg: EvaluateConfig) -> dict:
     _check(cfg)
     turns = read_turns(cfg.turns) if cfg.turns else []
     qrels = read_qrels(cfg.qrels) if cfg.qrels else _gold([turn for turn in turns if turn.gold_ids])
+    if not cfg.qrels and len(qrels) < len(turns):
+        print(f"{cfg.turns}: {len(turns) - len(qrels)} of {len(turns)} turns have no gold passage and are not scored",
+              file=sys.stderr)
     asked = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)] if cfg.questions else turns
     if not qrels:
         raise DataError(f"{cfg.turns}: no turn has a gold passage; give qrels=FILE")
@@ -225,8 +230,9 @@ def score(cfg: EvaluateConfig) -> dict:
     scores = {title: score_run(run, qrels, cfg.relevant_from) for title, run in runs.items()}
     first, systems = next(iter(runs)), {}
     for title, run in runs.items():
-        said = status.get(title, {})
-        row = evaluate_run(run, qrels, cfg.relevant_from) | {"extra": len(run.keys() - qrels.keys())}
+        said = {query: word for query, word in status.get(title, {}).items() if query in qrels}
+        row = evaluate_run(run, qrels, cfg.relevant_from)
+        row["extra"] = len(status.get(title, run).keys() - qrels.keys())
         row |= {"status": dict(Counter(said.values()))} if said else {}
         row["ci"] = bootstrap_interval(scores[title], clusters, cfg.samples, cfg.seed)
         if cfg.questions:

@@ -67,8 +67,8 @@ def read_qrels(path: str) -> Qrels:
     """
     qrels: Qrels = {}
     for where, (query, _, passage, gain) in _columns(path, "query-id 0 passage-id gain"):
-        if not re.fullmatch(r"[+-]?[0-9]{1,9}", gain):
-            raise DataError(f"{where}: gain {gain!r} is not a whole number; write 0, 1, 2, …")
+        if not re.fullmatch(r"[+-]?[0-9]{1,4}", gain):  # pytrec_eval allocates for every grade up to the greatest
+            raise DataError(f"{where}: gain {gain!r} is not a whole number of four digits at most; write 0, 1, 2, …")
         if passage in qrels.setdefault(query, {}):
             raise DataError(f"{where}: passage {passage!r} is judged a second time for query {query!r}; keep one line")
         qrels[query][passage] = int(gain)

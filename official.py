@@ -285,7 +285,11 @@ def parse_object(text: str, where: str) -> dict:
 
 def read_array(path: str, block: int = 1 << 20) -> Iterator[tuple[str, dict]]:
     """(where, object) of a file that is one JSON array of objects; `block` characters at a time, not the whole file."""
-    with open(path, encoding="utf-8-sig") as f:
+    try:
+        f = open(path, encoding="utf-8-sig")
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
+    with f:
         text, at, number = "", 0, 0
 
         def more() -> bool:
@@ -310,9 +314,8 @@ def read_array(path: str, block: int = 1 << 20) -> Iterator[tuple[str, dict]]:
         if next_sign() != "[":
             raise DataError(f"{path}: a JSON array of objects is expected, but it begins with {text[:40]!r}")
         at += 1
-        if next_sign() == "]":
-            return
-        while True:
+        empty = next_sign() == "]"
+        while not empty:
             where = f"{path}: object {number + 1}"
             if next_sign() != "{":
                 raise DataError(f"{where}: a JSON object is expected, not {text[at:at + 40]!r}; fetch the file again")
@@ -327,11 +330,15 @@ def read_array(path: str, block: int = 1 << 20) -> Iterator[tuple[str, dict]]:
             yield where, _scrub(value) if "\\ud" in text[at:end].lower() else value
             at = end
             sign = next_sign()
-            at += 1
             if sign == "]":
-                return
+                break
+            at += 1
             if sign != ",":
                 raise DataError(f"{where}: followed by {sign!r} instead of a comma or the end; fetch the file again")
+        at += 1
+        if next_sign():
+            raise DataError(f"{path}: the array of {number} objects is followed by {text[at:at + 40]!r}; a file is one "
+                            "array")
 
 
 def read_tsv(path: str) -> Iterator[tuple[str, list[str]]]:
@@ -385,6 +392,14 @@ def get(row: dict, key: str, where: str, kind: type = str) -> Any:
         raise DataError(f"{where}: {key!r} is {str(value)[:60]!r}; the published format has a {kind.__name__} there "
                         f"(fields found: {', '.join(map(str, row))[:200]})")
     return value
+
+
+def optional(row: dict, key: str, where: str) -> dict:
+    """`row[key]`, an object or its JSON text; {} where it is absent or null."""
+    value = row.get(key)
+    if value is None or value == "":
+        return {}
+    return parse_object(value, f"{where}: {key}") if isinstance(value, str) else get(row, key, where, dict)
 
 
 def squeeze(text: str) -> str:

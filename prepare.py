@@ -24,7 +24,7 @@ import questions
 from config import run
 from data import (DataError, Turn, _scrub, atomic_write, read_jsonl, read_questions, read_turns, rewrite_prompt,
                   write_jsonl)
-from official import ENCODE, already_made, finished_folder, parse_object, sha256, write_splits
+from official import ENCODE, already_made, finished_folder, get, optional, sha256, write_splits
 
 
 # --------------------------------------------------------------------------------------------------------------- demo
@@ -291,34 +291,37 @@ def from_verl(row: dict, where: str) -> dict:
     The history of ConvSearch-R1's rows stands only in the prompt's text, between its two context lines; the question of
     Search-R1's only behind the last "Question:" of the prompt, unless the row kept a column for it.
     """
-    info, reward = row.get("extra_info") or {}, row.get("reward_model") or {}
-    prompt = row.get("prompt")
-    text = prompt if isinstance(prompt, str) else "\n".join(m.get("content") or "" for m in prompt or [])
+    info, reward = optional(row, "extra_info", where), optional(row, "reward_model", where)
+    messages = row.get("prompt") or []
+    messages = [{"content": messages}] if isinstance(messages, str) else messages
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise DataError(f"{where}: prompt is {str(messages)[:60]}; it must be a text or a list of messages")
+    text = "\n".join(get(m, "content", where) for m in messages if m.get("content"))
     truth = reward.get("ground_truth")
     if truth is None:
         raise DataError(f"{where}: no reward_model.ground_truth; columns found: {', '.join(row)}")
     if info.get("record"):
-        return parse_object(info["record"], f"{where}: extra_info.record")
+        return optional(info, "record", where)
+    truth = truth.get("target") if isinstance(truth, dict) else truth
+    gold = questions.golden((g for g in (truth if isinstance(truth, list) else [truth]) if g is not None), where)
     if info.get("query_id"):
-        conversation, _, turn = info["query_id"].rpartition("_")
+        query_id = get(info, "query_id", where)
+        conversation, _, turn = query_id.rpartition("_")
         found = HISTORY.search(text)
         if not found or not turn.isdigit() or not info.get("question"):
             raise DataError(f"{where}: a rewriting row needs extra_info.question, a query_id that ends in _TURN and "
-                            f"the history between two Context lines of the prompt; query_id is {info['query_id']!r}")
-        golds = truth if isinstance(truth, list) else [truth]
-        return Turn(info["query_id"], conversation, int(turn), read_history(found[1], int(turn), where),
-                    info["question"], [str(g) for g in golds]).record()
-    golds = truth.get("target") if isinstance(truth, dict) else truth
-    question = row.get("question") or info.get("question") or text.rpartition("Question:")[2]
-    if not question.strip() or not golds:
+                            f"the history between two Context lines of the prompt; query_id is {query_id!r}")
+        return Turn(query_id, conversation, int(turn), read_history(found[1], int(turn), where),
+                    get(info, "question", where), gold).record()
+    question = next((get(place, "question", where) for place in (row, info) if place.get("question")),
+                    text.rpartition("Question:")[2])
+    if not question.strip() or not gold:
         raise DataError(f"{where}: no question, or no golden answer; columns found: {', '.join(row)}")
     index = where.rpartition(" ")[2] if info.get("index") is None else info["index"]  # null where other rows have one
-    key = row.get("id") or info.get("id") or f"{info.get('split') or 'row'}_{index}"
-    metadata = info.get("metadata") or row.get("metadata")
-    if metadata and isinstance(metadata, str):
-        metadata = parse_object(metadata, f"{where}: metadata")
-    return {"id": str(key), "question": question.strip(),
-            "golden_answers": [str(g) for g in (golds if isinstance(golds, list) else [golds])],
+    key = next((place["id"] for place in (row, info) if place.get("id") not in (None, "")),
+               f"{info.get('split') or 'row'}_{index}")
+    metadata = optional(info, "metadata", where) or optional(row, "metadata", where)
+    return {"id": str(key), "question": question.strip(), "golden_answers": gold,
             **({"metadata": metadata} if metadata else {})}
 
 

@@ -41,7 +41,7 @@ from typing import Any, BinaryIO, Callable, Iterable, Iterator
 
 from data import DataError, Question, atomic_write, read_jsonl, read_lines
 from official import (ENCODE, Official, PublicConfig, Published, _utf8, already_made, finished_folder, get, held_out,
-                      make_public, parse_object, read_array, sha256, squeeze, write_corpus)
+                      make_public, optional, parse_object, read_array, sha256, squeeze, write_corpus)
 
 HUB = "https://huggingface.co/datasets/{}/resolve/main/{}"
 CUT_OFF = "the file is cut off or of another version"
@@ -517,13 +517,14 @@ def chunk(cfg: ChunkConfig) -> dict:
         for number, row in read_jsonl(cfg.source):
             where = f"{cfg.source}:{number}"
             if "text" in row:
-                title, text = squeeze(row.get("title") or ""), get(row, "text", where)
+                title = squeeze(get(row, "title", where)) if row.get("title") is not None else ""
+                text = get(row, "text", where)
             else:
                 title, text = title_and_text(get(row, "contents", where))
             tally["documents"] += 1
             beside = {k: v for k, v in row.items() if k not in ("id", "title", "text", "contents", "metadata")}
-            for _, passage in cut_document(title, text, beside | (row.get("metadata") or {}), cfg, tokenizer,
-                                           get(row, "id", where)):
+            for _, passage in cut_document(title, text, beside | optional(row, "metadata", where), cfg,
+                                           tokenizer, get(row, "id", where)):
                 yield {"id": f"{cfg.prefix}{tally['passages']}", **passage}
                 tally["passages"] += 1
 
@@ -753,14 +754,15 @@ def flashrag(cfg: FlashragConfig) -> dict:
 
 def flashrag_row(row: dict, split: str, where: str) -> Row:
     """The question of a FlashRAG row, with the paragraphs that its metadata holds."""
-    metadata = row.get("metadata") or {}
+    metadata = optional(row, "metadata", where)
     while isinstance(metadata.get("metadata"), dict):  # some copies nest it twice
         metadata = {k: v for k, v in metadata.items() if k != "metadata"} | metadata["metadata"]
     answers = row.get("golden_answers")
     answers = answers if isinstance(answers, list) else [answers] if isinstance(answers, str) else None
     if answers is None:
         raise DataError(f"{where}: golden_answers is {str(row.get('golden_answers'))[:60]!r}; a list is expected")
-    if choices := row.get("choices"):
+    if row.get("choices"):
+        choices = get(row, "choices", where, list)
         if not all(isinstance(a, int) and 0 <= a < len(choices) for a in answers):
             raise DataError(f"{where}: golden_answers {answers} are no numbers of its {len(choices)} choices")
         answers = [choices[a] for a in answers]
@@ -780,8 +782,9 @@ def flashrag_paragraphs(metadata: dict, where: str) -> tuple[list[tuple[str, str
                             "it must have as many of both")
         paragraphs = pairs([list(pair) for pair in zip(titles, texts)], joint, where)
         return paragraphs, *supporting(get(facts, "title", where, list), paragraphs)
-    hops = [hop.get("support_paragraph") for hop in metadata.get("question_decomposition") or []]
-    paragraphs = [(get(hop, "title", where), get(hop, "paragraph_text", where)) for hop in hops if hop]
+    steps = get(metadata, "question_decomposition", where, list) if metadata.get("question_decomposition") else []
+    hops = [step.get("support_paragraph") if isinstance(step, dict) else None for step in steps]
+    paragraphs = [(get(hop, "title", where), get(hop, "paragraph_text", where)) for hop in hops if isinstance(hop, dict)]
     return paragraphs, list(range(len(paragraphs))), len(paragraphs) == len(hops)
 
 
@@ -789,8 +792,9 @@ def slim(metadata: dict) -> dict:
     """Metadata without the paragraphs' text."""
     kept = {k: v for k, v in metadata.items() if k != "context"}
     if kept.get("question_decomposition"):
-        kept["question_decomposition"] = [{k: v for k, v in hop.items() if k != "support_paragraph"}
-                                          for hop in kept["question_decomposition"]]
+        kept["question_decomposition"] = [
+            {k: v for k, v in hop.items() if k != "support_paragraph"} if isinstance(hop, dict) else hop
+            for hop in kept["question_decomposition"]]
     return kept
 
 

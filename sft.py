@@ -47,6 +47,7 @@ from episode import ENDED
 from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer,
                    lr_at, make_optimizer, one_thread, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
+from reward import parse_response
 from rollout import EngineConfig, Sampling, check_engine
 
 
@@ -287,14 +288,15 @@ def human_response(question: str, rewrite: str) -> str:
 def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tuple[list[Example], Counter]:
     """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why.  DataError if none is left."""
     eos_id = data.eos_token_ids(tokenizer)[0]
-    examples, dropped = [], Counter()
+    examples, dropped, malformed = [], Counter(), 0
     for turn in turns:
         target = turn.response
         if cfg.target == "rewrite":
-            target = turn.rewrite and human_response(turn.question, turn.rewrite)
-        if not target:
+            target = human_response(turn.question, turn.rewrite) if (turn.rewrite or "").strip() else None
+        if not (target or "").strip():
             dropped[f"without {cfg.target}"] += 1
             continue
+        malformed += not parse_response(target).well_formed
         prompt_ids = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
         example = Example(*data.encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id)
         if len(example.tokens) > cfg.max_length:
@@ -305,6 +307,9 @@ def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tu
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise DataError(f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, or give "
                         f"turns with a `{cfg.target}`")
+    if malformed:
+        print0(f"note: {malformed} of the {len(turns)} targets of {path} are not one think block and one rewrite block; "
+               "they are trained, but inference and rewards will call such responses malformed")
     return examples, dropped
 
 

@@ -41,6 +41,8 @@ def read_trajectories(path: str) -> list[dict]:
     for number, row in data.read_jsonl(path):
         where = f"{path}:{number}"
         row = {"rollout_id": f"line {number}"} | row
+        if not isinstance(row["rollout_id"], str | int):
+            raise DataError(f"{where}: rollout_id is {str(row['rollout_id'])[:60]}; it must be a string")
         row |= {"tools": _tools(row.get("tools"), where), "messages": _messages(row.get("messages"), where)}
         if row["rollout_id"] in seen:
             raise DataError(f"{where}: rollout_id {row['rollout_id']!r} occurs a second time; every rollout needs its "
@@ -245,7 +247,9 @@ def first_of_each(rows: list[dict], count: int) -> list[dict]:
 
 def question_key(row: dict) -> str:
     """What tells questions apart: the question's id, else what the first user message asks."""
-    return str(row.get("id") or next((m["content"] for m in row["messages"] if m["role"] == "user"), row["rollout_id"]))
+    if row.get("id") not in (None, ""):
+        return str(row["id"])
+    return str(next((m["content"] for m in row["messages"] if m["role"] == "user"), row["rollout_id"]))
 
 
 # -------------------------------------------------------------------------------------------------------------- export

@@ -163,6 +163,27 @@ def test_every_form_of_an_answer_file(tmp_path):
     assert read_predictions(path, sample=1) == {"q0": Prediction("Rome", None, False, 9, [])}
     numbered = [{"id": "a", "prediction": "x", "sample": 0}, {"id": "a", "prediction": "y", "sample": 1}]
     assert read_predictions(put(tmp_path / "s.jsonl", numbered), 1) == {"a": Prediction("y")}
+    loose = [{"id": 7, "prediction": "x", "output": "raw text"}, {"id": "b", "prediction": "y", "output": [1]}]
+    assert read_predictions(put(tmp_path / "l.jsonl", loose)) == {"7": Prediction("x"), "b": Prediction("y")}
+
+
+@pytest.mark.parametrize("behind", ["[{}]", "oops", "\n]"])
+def test_what_stands_behind_the_array_is_not_lost_in_silence(tmp_path, behind):
+    path = tmp_path / "intermediate_data.json"
+    path.write_text('[{"id": "a", "prediction": "x"}] \n')
+    assert read_predictions(str(path)) == {"a": Prediction("x")}
+    path.write_text('[{"id": "a", "prediction": "x"}]\n' + behind)
+    with pytest.raises(DataError, match="the array of 1 objects is followed by"):
+        read_predictions(str(path))
+    with pytest.raises(DataError, match="none.json: No such file"):
+        read_predictions(str(tmp_path / "none.json"))
+
+
+def test_numeric_question_ids_are_written_too(tmp_path):
+    questions = put(tmp_path / "q.jsonl", [{"id": 1, "question": "?", "golden_answers": ["x"]}])
+    found = {"1": Prediction("x")}
+    write_flashrag(str(tmp_path), questions, found, score_predictions(found, read_questions(questions), {})["answers"])
+    assert json.loads((tmp_path / "intermediate_data.json").read_text())[0]["output"]["pred"] == "x"
 
 
 @pytest.mark.parametrize("row, message", [
@@ -174,6 +195,8 @@ def test_every_form_of_an_answer_file(tmp_path):
     ({"id": "a", "pred": "x", "searches": 1.5}, "p.jsonl:2: searches is '1.5'"),
     ({"id": "a", "pred": "x", "retrieved": [["p"]]}, "p.jsonl:2: retrieved.*list of passage ids"),
     ({"id": "a", "pred": "x", "sample": "one"}, "p.jsonl:2: sample 'one'"),
+    ({"id": "a", "pred": "x", "sample": "²"}, "p.jsonl:2: sample '²'"),
+    ({"id": True, "pred": "x"}, "p.jsonl:2: id is True"),
 ])
 def test_bad_lines_are_named(tmp_path, row, message):
     path = put(tmp_path / "p.jsonl", [{"id": "first", "prediction": "x"}, row])

@@ -433,7 +433,8 @@ def test_examples(tmp_path):
     path = put(tmp_path, [{"context": [["q", "a"]], "question": "e?", "think": "t", "rewrite": "r"}, {"question": "f?", "think": "u", "rewrite": "s"}])
     first, second = data.read_examples(path)
     assert first.response == "<think>t</think>\n<rewrite>r</rewrite>" and first.context == [("q", "a")] and second.context == []
-    for bad in ({"think": None}, {"rewrite": 1.5, "think": []}, {"context": [["q"]]}, {"context": "q"}, {"question": None}):
+    for bad in ({"rewrite": " "}, {"think": "a </think>"}, {"rewrite": "<rewrite>r"}, {"question": " "}, {"think": None},
+                {"rewrite": 1.5, "think": []}, {"context": [["q"]]}, {"context": "q"}, {"question": None}):
         path = put(tmp_path, [{"question": "e?", "think": "t", "rewrite": "r"} | bad])
         with pytest.raises(data.DataError, match=re.escape(path) + ":1: "):
             data.read_examples(path)
@@ -596,3 +597,25 @@ def test_only_one_process_writes_an_output(tmp_path):
 def test_a_full_disk_names_the_file():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         data.append_metrics("/dev/full", {"step": 1})
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"golden_answers": ["", "  "]}, "golden_answers of a must be a list of strings with one that is not blank"),
+    ({"golden_answers": []}, "golden_answers of a must be"),
+    ({"metadata": "x"}, "metadata of a must be an object"),
+    ({"metadata": [1]}, "metadata of a must be an object"),
+    ({"id": "a\0b"}, "free of blanks and NUL"),
+])
+def test_questions_that_cannot_be_scored_are_refused(tmp_path, row, message):
+    with pytest.raises(data.DataError, match=":1: .*" + message):
+        data.read_questions(put(tmp_path, [{"id": "a", "question": "q", "golden_answers": ["x"]} | row]))
+
+
+def test_a_blank_golden_answer_is_left_out(tmp_path):
+    path = put(tmp_path, [{"id": "a", "question": "q", "golden_answers": ["", "x"], "metadata": None}])
+    assert data.read_questions(path)[0].golden_answers == ["x"]
+
+
+def test_a_turn_number_of_any_length_is_refused_by_a_sentence(tmp_path):
+    with pytest.raises(data.DataError, match=":1: turn .*is not a whole number"):
+        data.read_turns(put(tmp_path, [{"query_id": "a", "question": "q", "turn": "9" * 5000}]))

@@ -170,6 +170,7 @@ def write(path, text):
         (read_qrels, "q1 Q0 d1 1 2.0 t\n", "bad.txt:1: 6 columns"),
         (read_qrels, "q1 0 d1 yes\n", "bad.txt:1: gain 'yes'"),
         (read_qrels, "q1 0 d1 1.0\n", "bad.txt:1: gain '1.0'"),
+        (read_qrels, "q1 0 d1 10000\n", "bad.txt:1: gain '10000'"),
         (
             read_qrels,
             "q1 0 d1 1\nq2 0 d1 1\nq1 0 d1 1\n",
@@ -540,7 +541,9 @@ def test_rewrites_and_baselines_are_searched(searched, capsys):
     )
     mine, part = result["systems"]["mine"], result["systems"]["part"]
     assert (mine["queries"], mine["missing"], mine["mrr"]) == (3, 0, 1.0)  # the turn without gold is not judged
-    assert mine["status"] == {"ok": 3, "malformed": 1}
+    assert mine["status"] == {"ok": 2, "malformed": 1} and mine["extra"] == 1  # of what is judged; the rest is counted
+    printed = capsys.readouterr()
+    assert "1 of 4 turns have no gold passage" in printed.err
     assert (part["queries"], part["missing"]) == (3, 2) and part["mrr"] == pytest.approx(1 / 3)
     assert result["systems"]["turns: rewrite"]["missing"] == 1  # one turn has no human rewrite
     assert "where was she born who was marie curie a chemist" in retriever.asked
@@ -556,7 +559,7 @@ def test_rewrites_and_baselines_are_searched(searched, capsys):
         "turns_rewrite.trec",
     ]
     assert evaluate_run(read_run(folder / "out/mine.trec"), {"c1_1": {"p1": 1}})["mrr"] == 1.0
-    assert "mine: rewrites by status: 1 malformed, 3 ok." in capsys.readouterr().out
+    assert "mine: rewrites by status: 1 malformed, 2 ok." in printed.out
 
 
 def test_a_searched_system_beside_a_run_of_the_same_name(searched, capsys):

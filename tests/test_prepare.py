@@ -338,3 +338,32 @@ def test_smollm2_is_a_stock_folder(tmp_path):
     assert tokenizer.chat_template and (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     ids = tokenizer("The capital of France is", return_tensors="pt")
     assert "Paris" in tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0])
+
+
+# ------------------------------------------------------------------------------------------- rows of verl's parquet files
+
+def verl(truth, info=None, **row):
+    return prepare.from_verl({"question": "who?", "reward_model": {"ground_truth": truth}, "extra_info": info} | row, "f row 3")
+
+
+def test_nulls_and_zeros_of_verl_rows():
+    """A null is no answer "None", a zero is an answer and an id."""
+    assert verl({"target": ["Paris", None, " "]})["golden_answers"] == ["Paris"]
+    assert verl(0)["golden_answers"] == ["0"] and verl("x", id=0)["id"] == "0" and verl("x", {"id": 0})["id"] == "0"
+    assert verl("x", json.dumps({"split": "dev", "index": 7}))["id"] == "dev_7"  # JSON text, as some writers store it
+    assert verl("x", question=1984)["question"] == "1984" and verl("x")["id"] == "row_3"
+    for truth in ({"target": [None]}, {"target": []}, [""]):
+        with pytest.raises(DataError, match="no question, or no golden answer"):
+            verl(truth)
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"extra_info": [1]}, "'extra_info' is"), ({"extra_info": "text"}, "extra_info: not valid JSON"),
+    ({"reward_model": 3}, "'reward_model' is"), ({"prompt": ["text"]}, "prompt is .*list of messages"),
+    ({"metadata": "text"}, "metadata: not valid JSON"), ({"question": ["q"]}, "'question' is"),
+    ({"reward_model": {"ground_truth": [["x"]]}}, "the answers are"),
+    ({"extra_info": {"query_id": [1]}}, "'query_id' is"),
+])
+def test_wrong_types_of_verl_rows_are_named(row, message):
+    with pytest.raises(DataError, match="f row 3.*" + message):
+        verl("x", **row)

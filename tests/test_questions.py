@@ -384,6 +384,15 @@ def test_chunk_command(tmp_path):
     assert next(read_corpus(f"{tmp_path}/plain/corpus.jsonl")).contents == "a b c d. e f g h. i j"
 
 
+@pytest.mark.parametrize("row, message", [
+    ({"title": ["t"]}, "in.jsonl:1: 'title' is"), ({"metadata": [1]}, "in.jsonl:1: 'metadata' is"),
+])
+def test_chunk_names_a_wrong_type(tmp_path, row, message):
+    put(f"{tmp_path}/in.jsonl", jsonl([{"id": "d", "title": 1984, "text": "a b"} | row]))
+    with pytest.raises(DataError, match=message):
+        questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=0))
+
+
 def test_chunk_counts_with_a_tokenizer(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "tok")
     text = " ".join(f"wörd{i}" for i in range(40))
@@ -584,6 +593,11 @@ def test_flashrag(tmp_path):
     ({"id": "d", "question": "q", "golden_answers": [2], "choices": ["a", "b"]}, r"\[2\] are no numbers of its 2"),
     ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": {"supporting_facts": {"title": []}, "context": {
         "title": ["a", "b"], "sentences": [["x"]]}}}, "2 titles and 1 paragraphs"),
+    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": [1]}, "'metadata' is '.1.'"),
+    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": "text"}, "metadata: not valid JSON"),
+    ({"id": "d", "question": "q", "golden_answers": [0], "choices": {"a": 1}}, "'choices' is"),
+    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": {"question_decomposition": "hop"}},
+     "'question_decomposition' is 'hop'"),
 ])
 def test_wrong_flashrag_rows_are_named(tmp_path, row, message):
     put(f"{tmp_path}/in/dev.jsonl", jsonl([row]))

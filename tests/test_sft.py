@@ -116,6 +116,17 @@ def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
         "<think>missing: Bob</think>\n<rewrite>is Bob 1?</rewrite><|im_end|>")
 
 
+def test_blank_targets_are_dropped_and_malformed_ones_are_told(lm, tmp_path, capsys):
+    rows = [{"query_id": f"q{i}", "question": "who?", "response": text, "rewrite": rewrite} for i, (text, rewrite) in
+            enumerate([("<think>a</think><rewrite>who?</rewrite>", "who?"), ("just text", "who <rewrite>?"), (" ", "  ")])]
+    path = str(tmp_path / "turns.jsonl")
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for target in ("response", "rewrite"):
+        examples, dropped = rows_of(lm, path, target=target)
+        assert len(examples) == 2 and dict(dropped) == {f"without {target}": 1}
+        assert "note: 1 of the 3 targets" in capsys.readouterr().out
+
+
 def test_mask_goes_by_position_when_pad_is_eos():
     """sft-03: the one EOS of the response is trained, the equal ids behind it are not."""
     batch = sft.collate([sft.Example([9, 7, 8, 2], [1, 1, 1], ""), sft.Example([9] * 6, [0] * 5, "")], 2)

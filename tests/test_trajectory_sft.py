@@ -315,3 +315,10 @@ def test_a_run_on_trajectories(lm, tmp_path):
     assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"] and Path(result["model"], "config.json").exists()
     with pytest.raises(sft.ConfigError, match="target=rewrite is for turns"):
         sft.main(config(lm, path, tmp_path / "p", target="rewrite"))
+
+
+def test_ids_of_any_kind(tmp_path):
+    path = write(tmp_path / "t.jsonl", [agent_row(0, rollout_id=[1])])
+    with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id is .1."):
+        trajectories.read_trajectories(path)
+    assert trajectories.question_key(agent_row(0) | {"id": 0}) == "0"
