@@ -393,7 +393,7 @@ def begin_metrics(path: str, step: int) -> list[dict]:
     rows = []
     if step and os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f if line.endswith("\n")]
+            rows = [_object(line, f"{path}:{number}") for number, line in enumerate(f, 1) if line.endswith("\n")]
     rows = [row for row in rows if row["step"] <= step]
     write_jsonl(path, rows)
     return rows
@@ -593,10 +593,13 @@ def special_strings(tokenizer) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values())})
 
 
+FORM_TAGS = {f"<{slash}{name}>" for name in ("think", "rewrite", "search", "result", "answer") for slash in ("", "/")}
+
+
 def control_strings(tokenizer) -> list[str]:
-    """The added tokens that the tokenizer calls special: not `<think>` of a reasoning model, which instructions name."""
+    """The added tokens that the tokenizer calls special, but the tags that instructions name and responses consist of."""
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    return sorted({*tokenizer.all_special_tokens, *added})
+    return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
 
 def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True) -> str:
@@ -633,6 +636,14 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def encode_text(tokenizer, text: str) -> list[int]:
+    """Token ids of a prompt without a template, BOS included where the tokenizer puts one; no EOS, which would end it."""
+    ids = tokenizer(defuse(text, control_strings(tokenizer)))["input_ids"]
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+
 def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     """Ids that end a response: the tokenizer's own first, then the generation config's (an int or a list)."""
     listed = getattr(generation_config, "eos_token_id", None)
@@ -654,7 +665,14 @@ def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -
 
 
 def decode_response(tokenizer, response_ids: list[int]) -> str:
-    """The text of a sampled response, without special tokens and with its blanks as they are: what is parsed."""
+    """The text of a sampled response, without special tokens and with its blanks as they are: what is parsed.
+
+    Tags of the form stay, also where the tokenizer has them as special tokens.
+    """
+    special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    if FORM_TAGS & set(special.values()):
+        kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
+        return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return tokenizer.decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

@@ -17,6 +17,7 @@ import glob
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -219,6 +220,8 @@ GATHER_BYTES = 2 ** 28  # of weights in one collective: hundreds of small ones a
 def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of every parameter, tied ones once; some are whole at a time.  A collective.
 
+    Behind them come the buffers that a checkpoint has (a router's bias), as they are.
+
     With `dtype` they are cast to it, the shards before they are gathered.
 
     Of a layer with a LoRA adapter W + scaling · B·A, in float32, each time from the frozen W as it was loaded: nothing
@@ -234,6 +237,8 @@ def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
         values = gather(shards, dtype) if not merged else (
             _merged(p, adapted[name]).to(dtype or torch.float32) for name, p in zip(names, shards))
         yield from zip(map(clean_name, names), values)
+    kept = model.state_dict().keys()
+    yield from ((clean_name(name), full_tensor(b)) for name, b in model.named_buffers() if name in kept)
 
 
 def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
@@ -322,7 +327,10 @@ def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.
     try:
         os.makedirs(temporary, exist_ok=True)
         dcp.save(_training_state(model, optimizer), checkpoint_id=temporary)
-        torch.save(_rng_state(), os.path.join(temporary, f"rng_rank{rank:03d}.pt"))
+        with open(os.path.join(temporary, f"rng_rank{rank:03d}.pt"), "wb") as f:
+            torch.save(_rng_state(), f)
+            f.flush()
+            os.fsync(f.fileno())
         if rank == 0:
             with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
                 json.dump({"step": step, "world": dist.get_world_size(), **extra}, f, indent=1)
@@ -413,7 +421,11 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
                               "model: remove it to resume from the one before") from e
     path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
     if os.path.exists(path):
-        state = torch.load(path, weights_only=False)
+        try:
+            state = torch.load(path, weights_only=True)
+        except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
+            raise CheckpointError(f"checkpoint {folder} does not load: {path}: {_reason(e)}; it is damaged: remove the "
+                                  "folder to resume from the one before") from e
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         if "cuda" in state and torch.cuda.is_available():

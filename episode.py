@@ -315,7 +315,7 @@ class SearchTask:
     def prompt(self, question: str) -> list[int]:
         if self.cfg.template == "base":
             text = data.search_text(question, self.examples, self.instruction)
-            return self.tokenizer(data.defuse(text, data.control_strings(self.tokenizer)))["input_ids"]
+            return data.encode_text(self.tokenizer, text)
         return data.encode_chat(self.tokenizer, data.search_messages(question, self.examples, self.instruction))
 
     def decode(self, ids: list[int]) -> str:
@@ -678,7 +678,7 @@ def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:
                else data.encode_chat(tokenizer, data.spell_tools(start, row["tools"])))
     elif row.get("template") == "base":
         text = data.search_text(start[-1]["content"], (), start[0]["content"])
-        ids = tokenizer(data.defuse(text, data.control_strings(tokenizer)))["input_ids"]
+        ids = data.encode_text(tokenizer, text)
     else:
         ids = data.encode_chat(tokenizer, start)
     mask, at = [0] * (len(ids) - 1), first

@@ -32,6 +32,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,8 @@ def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, limit: float = 5.0) -> Te
     """
     d = ref_logprobs - logprobs
     bent = d.clamp(max=limit)
-    return torch.expm1(bent) - bent + math.expm1(limit) * (d - bent)
+    # not d - bent: its gradient would cancel against the other's, in float32 down to nothing for a high limit
+    return torch.expm1(bent) - bent + math.expm1(limit) * torch.relu(d - limit)
 
 
 def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
@@ -258,14 +260,15 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     sequences = cfg.prompts_per_step * cfg.group_size // world
     need(1 <= cfg.updates_per_batch <= sequences,
          f"updates_per_batch={cfg.updates_per_batch} must lie between 1 and the {sequences} sequences of a process")
-    need(0 < cfg.temperature < math.inf,
-         f"temperature={cfg.temperature}: training samples need a finite temperature above 0")
+    need(1e-3 <= cfg.temperature < math.inf,
+         f"temperature={cfg.temperature}: training samples need a finite temperature of at least 0.001")
     for key in ("micro_batch_tokens", "max_response_tokens", "max_prompt_tokens", "validate_every", "save_every",
                 "keep_checkpoints", "epochs"):
         need(getattr(cfg, key) >= 1, f"{key}={getattr(cfg, key)} must be at least 1")
     need(cfg.steps is None or cfg.steps >= 1, f"steps={cfg.steps} must be at least 1, or null for whole epochs")
     for key in ("lr", "max_grad_norm", "kl_limit"):
         need(getattr(cfg, key) > 0, f"{key}={getattr(cfg, key)} must be above 0")
+    need(cfg.kl_limit <= 80, f"kl_limit={cfg.kl_limit}: exp of it must be a float32; 80 at most")
     for key in ("kl_coef", "weight_decay", "warmup_steps"):
         need(getattr(cfg, key) >= 0, f"{key}={getattr(cfg, key)} must be at least 0")
     for key in ("lr", "kl_limit", "kl_coef", "weight_decay", "entropy_coef", "malformed_reward"):
@@ -475,8 +478,7 @@ def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, wh
             for micro in (m for plan in plans for m in plan):
                 micro.old_logprobs = M.packed_logprobs(policy, micro.packed, cfg.temperature)
     sums, gap_max = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(())
-    norm, skipped = 0.0, 0
-    policy.train()
+    norm, skipped = 0.0, 0  # in eval mode: nothing of the policy that sampled may change, dropout least of all
     for plan in plans:
         own = sum(loss_denominator(m.part.loss_mask, cfg.loss_mode, cfg.max_response_tokens) for m in plan)
         (denominator,) = D.all_reduce_sum([own])
@@ -495,7 +497,6 @@ def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, wh
         optimizer.zero_grad(set_to_none=True)
         sums += sum(s for s, _ in measured).cpu()
         gap_max = torch.maximum(gap_max, torch.stack([g for _, g in measured]).max().cpu())
-    policy.eval()
     totals = dict(zip(SUMS, D.all_reduce_sum(sums.tolist())))
     tokens = max(1.0, totals["tokens"])
     return {"loss": totals["loss"] / len(plans),
@@ -711,7 +712,9 @@ def resume(run: Run) -> int:
             raise config.ConfigError(f"{cfg.out} holds a finished run without a checkpoint to go on from; use another "
                                      "out folder, or move it away to start anew")
         if os.path.exists(metrics) and os.path.getsize(metrics):
-            D.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl and rollouts are begun anew")
+            D.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl, rollouts and best are begun anew")
+            if run.where.rank == 0:  # it would pass for this run's
+                shutil.rmtree(os.path.join(cfg.out, "best"), ignore_errors=True)
     else:
         folder, state = found
         if "settings" not in state:

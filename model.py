@@ -108,10 +108,16 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
             raise ModelError(f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not "
                              "head(hidden states), which token_logprobs computes; use a Qwen2/2.5/3, Llama or SmolLM2 "
                              "model")
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if odd or model._is_stateful or not model._supports_attention_backend:
+        raise ModelError(f"{name}: {type(model).__name__} has layers that are not plain attention"
+                         f"{' (' + ', '.join(sorted(odd)) + ')' if odd else ''}: packed sequences and the engine's keys "
+                         "and values know nothing else; use a Qwen2/2.5/3, Llama or SmolLM2 model")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):  # a module elsewhere, see above
             module.attention_dropout = 0.0
     model.config.use_cache = False
     model.set_attn_implementation("packed")
@@ -651,6 +657,13 @@ def add_adapter(model: nn.Module, lora: LoRAConfig, folder: str = "", seed: int 
     for name, p in model.named_parameters():
         p.requires_grad_(name in adapted and f".{ADAPTER}." in name)
     model.eval()  # the new layers too
+
+
+def adapter_dropout(model: nn.Module, on: bool) -> None:
+    """Let the dropout of a LoRA adapter work or rest; the model itself is always in eval mode, without dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.train(on and module.p > 0)
 
 
 def _activate(model: nn.Module, name: str | None) -> None:

@@ -173,7 +173,7 @@ class Sampling:
         for name, ok, rule in (
             ("n", self.n >= 1, "at least 1"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or above"),
+            ("temperature", self.temperature == 0 or 1e-3 <= self.temperature < float("inf"), "0 (greedy) or from 0.001"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not ok:
@@ -397,7 +397,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    kv: _KVCache,
+    kv: _KVCache | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over `_KVCache`: query (B, H, S, D) → (B, S, H, D)."""
@@ -407,6 +407,9 @@ def _attention(
                 f"{type(module).__name__} uses {name}, which TorchEngine does not compute; use a Qwen2/2.5/3, Llama "
                 "or SmolLM2 model"
             )
+    if kv is None:
+        raise RolloutError(f"{type(module).__name__} does not hand on what it is called with; use a Qwen2/2.5/3, Llama "
+                           "or SmolLM2 model")
     return kv.write(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
 
@@ -939,6 +942,7 @@ class VLLMEngine:
             model = AutoModelForCausalLM.from_config(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
+        self.shapes |= {name: b.shape for name, b in model.named_buffers() if name in model.state_dict()}
         parameters = sum(map(math.prod, self.shapes.values()))
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
         self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)

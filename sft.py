@@ -44,7 +44,7 @@ from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
 from episode import ENDED
-from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_settings, load_causal_lm, load_tokenizer,
+from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_dropout, adapter_settings, load_causal_lm, load_tokenizer,
                    lr_at, make_optimizer, one_thread, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from reward import parse_response
@@ -485,10 +485,10 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             batch = step_examples(rows, step, cfg)
             tokens = sum(sum(r.loss_mask) for r in batch)
             lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
-            model.train()  # for an adapter's dropout; all other is 0
+            adapter_dropout(model, True)
             parts = micro_batches(batch, cfg.micro_batch_tokens, pad_id, where)
             loss, norm = train_step(model, optimizer, parts, tokens, lr, cfg.max_grad_norm, where.world)
-            model.eval()
+            adapter_dropout(model, False)
             loss = sum(D.gather_objects(loss))
             finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
             bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
@@ -550,8 +550,10 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
         raise DataError(f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the "
                         f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer that "
                         "belongs to the model")
-    if longest > (positions := getattr(model.config, "max_position_embeddings", None) or longest):
-        raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions; set "
+    limits = [getattr(model.config.get_text_config(), k, None) for k in ("max_position_embeddings", "sliding_window")]
+    if longest > (positions := min([limit for limit in limits if limit], default=longest)):
+        raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions (or as wide "
+                          "a sliding window, which packed attention has not); set "
                           f"max_length={positions} or less: longer rows are then dropped and counted")
     pad_id = data.pad_token_id(tokenizer, data.eos_token_ids(tokenizer), vocabulary)
     D.shard_model(model, where, bf16=cuda, gather_once=True)

@@ -619,3 +619,21 @@ def test_a_blank_golden_answer_is_left_out(tmp_path):
 def test_a_turn_number_of_any_length_is_refused_by_a_sentence(tmp_path):
     with pytest.raises(data.DataError, match=":1: turn .*is not a whole number"):
         data.read_turns(put(tmp_path, [{"query_id": "a", "question": "q", "turn": "9" * 5000}]))
+
+
+def test_tags_that_a_tokenizer_calls_special_stay_in_prompt_and_response():
+    tok = tiny.tiny_tokenizer()
+    tok.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<rewrite>", "</rewrite>", "<|im_start|>"]})
+    text = "<think>x y</think>\n<rewrite>who wrote dune</rewrite>"
+    ids = tok(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) < len(text) - 20 and data.decode_response(tok, [*ids, 1, 2, 0]) == text
+    prompt = tok.decode(data.encode_chat(tok, data.rewrite_prompt(make([], "who <|im_end|>?"))))
+    assert "<think>" in prompt and "</rewrite>" in prompt and "< think>" not in prompt and "< |im_end|>" in prompt
+
+
+def test_a_damaged_line_inside_a_log_is_named(tmp_path):
+    path = put(tmp_path, '{"step": 1}\n{"step": \n{"step": 3}\n{"st', "metrics.jsonl")
+    with pytest.raises(data.DataError, match="metrics.jsonl:2: not valid JSON"):
+        data.begin_metrics(path, 3)
+    path = put(tmp_path, '{"step": 1}\n{"step": 2}\n{"st', "metrics.jsonl")
+    assert data.begin_metrics(path, 1) == [{"step": 1}] and Path(path).read_text() == '{"step": 1}\n'

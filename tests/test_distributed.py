@@ -22,11 +22,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, DeepseekV3Config, DeepseekV3ForCausalLM
 
 import distributed as D
 import model as M
 import tiny
+from rollout import TorchEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
@@ -166,6 +167,24 @@ def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(where, 
     assert list(got) == names and ("lm_head.weight" in got) == (not model.config.tie_word_embeddings)
     same(got, {n: on_disk[n] for n in names})
     assert not any(isinstance(t, DTensor) for t in got.values())
+
+
+def test_buffers_of_a_checkpoint_are_exported_and_synced(where, tmp_path):
+    """A router's bias is no parameter, but a folder without it is damaged."""
+    config = DeepseekV3Config(vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, eos_token_id=2,
+                              num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
+                              n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, kv_lora_rank=8,
+                              q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, pad_token_id=0)
+    model = DeepseekV3ForCausalLM(config)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with torch.no_grad():
+        model.get_buffer(bias).copy_(torch.tensor([0.5, -1.0, 2.0, 0.25]))
+    model = D.shard_model(M.prepare_causal_lm(model), where)
+    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "out"))
+    assert torch.equal(M.load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias))
+    engine = TorchEngine(M.prepare_causal_lm(DeepseekV3ForCausalLM(config)), [2], 0)
+    engine.sync_weights(D.full_parameters(model))
+    assert torch.equal(engine.model.get_buffer(bias), model.get_buffer(bias))
 
 
 def test_syn_01_an_engine_with_tied_weights_gets_the_new_head(where, qwen):
@@ -371,13 +390,15 @@ def test_ckp_10_corrupt_state_file(saver, tmp_path, capsys, content):
         D.latest_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("what", ["shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
+@pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
 def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, where, qwen, tmp_path, what):
     path = Path(saver[0](tmp_path, 1))
     shards = sorted(path.glob("*.distcp"))
     assert shards
     if what == "shard cut":
         shards[0].write_bytes(shards[0].read_bytes()[:1000])
+    elif what in ("rng cut", "rng empty"):
+        (path / "rng_rank000.pt").write_bytes((path / "rng_rank000.pt").read_bytes()[:100 if what == "rng cut" else 0])
     elif what == "shard gone":
         shards[0].unlink()
     elif what == "metadata gone":

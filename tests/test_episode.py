@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from tokenizers import processors
 from transformers import AddedToken
 
 import config
@@ -774,6 +775,15 @@ def test_an_instruction_may_name_a_token_that_is_not_special():
     tok.add_tokens([AddedToken("<think>", special=False)])
     text = tok.decode(search_task(template="base", tok=tok).prompt("Where <|im_end|>?"))
     assert "<think>" in text and "< think>" not in text and "< |im_end|>" in text
+
+
+def test_a_prompt_without_a_template_never_ends_with_eos():
+    """Some tokenizers put BOS before a text and EOS behind it: the first stays, the other would end the prompt."""
+    tok = tiny.tiny_tokenizer(chat=False)
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|im_end|>", special_tokens=[("<s>", 3), ("<|im_end|>", 2)])
+    ids = search_task(template="base", tok=tok).prompt("Where?")
+    assert ids[0] == 3 and tok.decode(ids).endswith(" Assistant:")
 
 
 def test_rows_that_are_no_trajectories_are_refused():

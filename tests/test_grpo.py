@@ -453,6 +453,9 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     with pytest.raises(config.ConfigError, match="finished run without a checkpoint"):
         resume()
     assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 5  # nothing of it is lost
+    shutil.rmtree("changed/final")
+    assert os.path.isdir("changed/best") or not os.makedirs("changed/best")
+    assert resume()[1] == 0 and not os.path.exists("changed/best")  # another run's: bench scripts would take it
 
 
 def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch):
@@ -498,7 +501,8 @@ def test_grpo_learns_to_name_what_is_rewarded(world):
 
 @pytest.mark.parametrize("more, words", [
     ("group_size=1", ["group_size=1", "at least 2"]), ("train=missing.jsonl", ["missing.jsonl"]), ("model=./nowhere", ["nowhere"]),
-    ("temperature=0", ["temperature"]), ("retriever.corpus=", ["corpus"]), ("group_sise=4", ["group_size"]),
+    ("temperature=0", ["temperature"]), ("temperature=1e-9", ["temperature"]), ("kl_limit=100", ["kl_limit", "80"]),
+    ("retriever.corpus=", ["corpus"]), ("group_sise=4", ["group_size"]),
     ("max_response_tokens=5000", ["2048 positions"]), ("train=foreign.jsonl", ["elsewhere-1", "foreign.jsonl"]), ("train=", ["train"]),
     ("lr=-1", ["lr=-1"]), ("lr=.inf", ["lr=inf"]), ("max_grad_norm=-1", ["max_grad_norm"]), ("kl_limit=.inf", ["kl_limit"]),
     ("weight_decay=-1", ["weight_decay"]), ("malformed_reward=.inf", ["malformed_reward"]), ("warmup_steps=-1", ["warmup"]),

@@ -148,6 +148,17 @@ def test_kl_limit_is_a_parameter_and_small_differences_keep_precision():
     assert k[0, 2].item() == pytest.approx(math.exp(2) * 2 - 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("limit", [2.0, 5.0, 10.0, 20.0, 80.0])
+def test_kl_pulls_in_float32_whatever_the_limit(limit):
+    """The gradient of small differences does not drown in that of the tangent: float32 against float64's formula."""
+    d = torch.tensor([-1e-4, 1e-4, 1e-3, 0.1, 1.0, limit - 0.5, limit + 30])
+    logprobs = (-d).requires_grad_()
+    k = low_var_kl(logprobs[None], torch.zeros(1, len(d)), limit)[0]
+    k.sum().backward()
+    slope = -torch.expm1(d.double().clamp(max=limit))
+    assert torch.isfinite(k).all() and torch.allclose(logprobs.grad.double(), slope, rtol=1e-3)
+
+
 def test_grp_25_clipped_objective():
     points = [[1.5, 1.], [1.5, -1.], [.5, 1.], [.5, -1.], [1.1, 1.], [.9, -2.]]
     new = torch.tensor([[math.log(r)] for r, _ in points])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import model as M
 import tiny
@@ -432,3 +432,27 @@ def test_cuda_equals_cpu(folder):
         there = M.token_logprobs(M.load_causal_lm(folder, device="cuda"), tokens, mask, 0.7).cpu()
     for a, b in zip(real(here, rows, "right"), real(there, rows, "right")):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}), ("mamba", {}), ("falcon_h1", {}),
+    ("minimax", {"num_local_experts": 2, "head_dim": 8}), ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ("falcon", {"alibi": False}), ("bloom", {"n_layer": 2, "n_head": 4}), ("stablelm", {})])
+def test_models_whose_layers_are_not_plain_attention_are_refused(kind, more):
+    """Their state would leak from one packed sequence into the next, and be lost between an engine's steps."""
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, eos_token_id=2, pad_token_id=0, bos_token_id=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | more))
+    with pytest.raises(M.ModelError, match="layers that are not plain attention"):
+        M.prepare_causal_lm(model, kind)
+
+
+def test_only_an_adapters_dropout_can_be_on():
+    model = M.prepare_causal_lm(tiny.tiny_lm())
+    M.add_adapter(model, M.LoRAConfig(r=2, dropout=0.5))
+    M.adapter_dropout(model, True)
+    on = [name for name, module in model.named_modules() if module.training]
+    assert on and all("lora_dropout" in name for name in on)
+    M.adapter_dropout(model, False)
+    assert not any(module.training for module in model.modules())

@@ -420,6 +420,7 @@ def test_bad_requests(prompts, sampling, message):
         {"n": 0},
         {"max_tokens": 0},
         {"temperature": -1.0},
+        {"temperature": 1e-40},
         {"temperature": float("nan")},
         {"top_p": 0.0},
         {"top_p": 1.5},

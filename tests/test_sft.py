@@ -448,6 +448,7 @@ def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     tiny_lm(tmp_path / "small", vocab=100)
     tiny_lm(tmp_path / "short", max_position_embeddings=64)
+    tiny_lm(tmp_path / "window", use_sliding_window=True, sliding_window=32)
     out = f"out={tmp_path / 'o'}"
     train = ["stage=train", f"model={lm}", out]
     for arguments, text in [
@@ -463,6 +464,7 @@ def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
             ([*train, f"records={records}", "betas=[0.9, 2]"], "betas"),
             (["stage=train", f"model={tmp_path}/small", out, f"records={records}"], "outside the vocabulary of 100"),
             (["stage=train", f"model={tmp_path}/short", out, f"records={records}"], "set max_length=64"),
+            (["stage=train", f"model={tmp_path}/window", out, f"records={records}"], "set max_length=32"),
             ([f"model={lm}", out, "turns=t", "examples=e", "temperature=-1"], "temperature"),
             ([*train, f"records={records}", "heldout_fraction=1"], "heldout_fraction"),
             ([f"model={lm}", out], "turns is empty")]:
