@@ -40,3 +40,16 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in skip.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def where():
+    """This process as the only one of a group, on the CPU, on a machine with a GPU too."""
+    import distributed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        yield distributed.setup()
+        distributed.cleanup()

@@ -33,14 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def where():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)  # these are CPU tests, on a machine with a GPU too
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.delenv(name, raising=False)
-        yield D.setup()
-        D.cleanup()
+pytestmark = pytest.mark.usefixtures("where")
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES])

@@ -874,13 +874,6 @@ def gradients(rollouts, advantages, where, **changes):
     return found, stats
 
 
-@pytest.fixture(scope="module")
-def where():
-    made = D.setup()
-    yield made
-    D.cleanup()
-
-
 def by_hand(rollouts, advantages, mode):
     """Loss over the model's own tokens in plain loops, float64, no formula of the project; its gradient."""
     policy, reference = tiny.tiny_lm(seed=1).double(), tiny.tiny_lm(seed=2).double()

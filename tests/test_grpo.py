@@ -127,13 +127,6 @@ def updated(policy, optimizer, rollouts, advantages, cfg, where) -> dict:
     return grpo.update(policy, optimizer, grpo.plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where), cfg, where)
 
 
-@pytest.fixture(scope="module")
-def where():
-    D_ = D.setup()
-    yield D_
-    D.cleanup()
-
-
 def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
     """The loss written as loops over tokens, without any of the project's formulas, in float64."""
     policy, reference = tiny.tiny_lm(seed=1).double(), tiny.tiny_lm(seed=2).double()
