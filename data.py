@@ -629,8 +629,23 @@ def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of `render_chat`.  The template writes BOS itself where the model wants one (once, never twice)."""
-    text = render_chat(tokenizer, chat, tools)
+    """Token ids of `render_chat`.  The template writes BOS itself where the model wants one (once, never twice).
+
+    What examples answered stands there as it is: some templates cut the thoughts off earlier turns.  DataError for a
+    template that leaves out another message (of the role system, say): the model would not know what it is to do.
+    """
+    chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+    answers = {f"\ue000{i}\ue001": m["content"] for i, m in enumerate(chat) if m["role"] == "assistant"}
+    text = render_chat(tokenizer, [m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m
+                                   for i, m in enumerate(chat)], tools)
+    special = control_strings(tokenizer)
+    for mark, answer in answers.items():
+        text = text.replace(mark, defuse(answer, special))
+    shown = "".join(text.split())
+    lost = [m for m in chat if "".join(defuse(m["content"], special).split()) not in shown]
+    if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
+        raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
+                        f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it")
     # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
     text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -676,10 +691,19 @@ def decode_response(tokenizer, response_ids: list[int]) -> str:
     return tokenizer.decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def without_eos(tokenizer, text: str) -> str:
+    """`text` without the EOS strings at its end that data made for other trainers has."""
+    while tokenizer.eos_token and text.rstrip().endswith(tokenizer.eos_token):
+        text = text.rstrip().removesuffix(tokenizer.eos_token)
+    return text
+
+
 def encode_example(tokenizer, prompt_ids: list[int], response: str, eos_id: int) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a prompt and its target: the response's tokens and one EOS are trained.
 
-    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border.
+    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border.  An EOS that
+    is spelled out behind the response goes; other special tokens in it are broken, as in prompts.
     """
+    response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

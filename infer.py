@@ -155,6 +155,9 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
         with data.atomic_write(path) as f:
             json.dump(settings, f, indent=1, ensure_ascii=False)
         return
+    if not os.path.exists(path):
+        raise DataError(f"there is output, but no {path}, which infer.py writes first: it is another tool's, or "
+                        "incomplete; choose another output")
     try:
         before = json.loads("\n".join(line for _, line in data.read_lines(path)))
     except ValueError as e:

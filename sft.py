@@ -321,11 +321,16 @@ def make_trajectory_examples(rows: list[dict], tokenizer, cfg: SFTConfig, path: 
             dropped["failed for a technical reason"] += 1
         elif row.get("end", "answered") not in ENDED:
             dropped[f"ended as {row['end']}"] += 1
-        elif row["messages"][-1]["role"] != "assistant":
+        elif row["messages"][-1]["role"] != "assistant" or trajectories.is_blank(row["messages"][-1]):
             dropped["without a last answer"] += 1
         else:
-            example = Example(*trajectories.encode(tokenizer, row), trajectories.question_key(row))
-            if len(example.tokens) > cfg.max_length:
+            try:
+                example = Example(*trajectories.encode(tokenizer, row), trajectories.question_key(row))
+            except DataError as e:
+                raise DataError(f"{path}: {e}") from e
+            if not any(example.loss_mask):
+                dropped["without a turn to train"] += 1
+            elif len(example.tokens) > cfg.max_length:
                 dropped[f"longer than {cfg.max_length} tokens"] += 1
             else:
                 examples.append(example)

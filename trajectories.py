@@ -25,7 +25,7 @@ from episode import encode_trajectory, template_knows_tools
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
-RESULT = re.compile(r" ?<result>\n.*?\n</result>", re.DOTALL)  # of the `search` task, inside an assistant's text
+RESULT = re.compile(r"\s?<(result|information)>.*?</\1>", re.DOTALL)  # of a search, inside an assistant's text
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
@@ -90,14 +90,30 @@ def _messages(messages: Any, where: str) -> list[dict]:
             calls.append({"id": f"call_{len(out)}_{len(calls)}", "type": "function", "function": {
                 "name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}})
         elif role in ("system", "user", "assistant", "tool"):
-            out.append(m | {"role": role, "content": m.get("content") or ""})
+            if m.get("function_call"):
+                raise DataError(f"{where}: a message has function_call, a form that is no longer used; write tool_calls")
+            thought = next((m[key] for key in ("reasoning_content", "reasoning", "thinking") if m.get(key)), None)
+            out.append(m | {"role": role, "content": m.get("content") or ""}
+                       | ({"reasoning_content": thought} if thought else {}))
         else:
             raise DataError(f"{where}: a message of role {m['role']!r}; roles are system, user, assistant and tool")
+    for m in out[:-1]:
+        if m["role"] == "assistant" and is_blank(m):
+            raise DataError(f"{where}: an assistant's message in the middle is empty; take it out, or cut the chat there")
+    for m in out:
+        for key in ("weight", "loss"):  # OpenAI's and ms-swift's word for a turn that is not trained
+            if m.get(key) not in (None, 0, 1):
+                raise DataError(f"{where}: {key} of a message is {str(m[key])[:40]!r}; it is 1 or 0, true or false")
     first = next((i for i, m in enumerate(out) if m["role"] == "assistant"), None)
     if not first:
         raise DataError(f"{where}: messages must run from a question to an assistant's answer; the roles are "
                         f"{[m['role'] for m in out]}")
     return out
+
+
+def is_blank(message: dict) -> bool:
+    """Has an assistant's message nothing that could be trained?"""
+    return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 # -------------------------------------------------------------------------------------------------------------- encode
@@ -119,9 +135,10 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     Each stretch is encoded alone, as rollouts are, so no token spans a border.  It is checked that the whole chat
     begins with every shorter one and that every text, call and thought stands in its turn.
     """
-    special = data.special_strings(tokenizer)
-    chat = [_template_form(m, special, where) for m in messages]
+    chat = [_template_form(m, tokenizer, where) for m in messages]
     written = iter([m for m in chat if m["role"] == "assistant"])
+    trained = iter([int(m.get("weight") not in (0, False) and m.get("loss") not in (0, False))
+                    for m in messages if m["role"] == "assistant"])
     native = not tools or template_knows_tools(tokenizer, tools)
     if not native:
         chat = chat if chat[0]["role"] == "system" else [{"role": "system", "content": ""}, *chat]
@@ -131,10 +148,10 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     ends = tokenizer.convert_ids_to_tokens(data.eos_token_ids(tokenizer))
     ids, mask, at = [], [], 0
 
-    def append(text: str, trained: int) -> None:
+    def append(text: str, label: int) -> None:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         ids.extend(tokens)
-        mask.extend([trained] * len(tokens))
+        mask.extend([label] * len(tokens))
 
     for i, message in enumerate(chat):
         if message["role"] != "assistant":
@@ -155,18 +172,24 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
         turn = full[begin:min(found)]
         _check_turn(turn, next(written), f"{where}: the chat template of {tokenizer.name_or_path}")
         append(full[at:begin], 0)
-        inner = 0
+        inner, own = 0, next(trained)
         for result in RESULT.finditer(turn):  # of a `search` trajectory, shown to the model inside its one turn
-            append(turn[inner:result.start()], 1)
+            append(turn[inner:result.start()], own)
             append(result.group(), 0)
             inner = result.end()
-        append(turn[inner:], 1)
+        append(turn[inner:], own)
         at = min(found)
     return ids, mask[1:]
 
 
-def _template_form(message: dict, special: list[str], where: str) -> dict:
-    """A message as chat templates take it: calls with arguments as a mapping, nothing in it that would end a turn."""
+def _template_form(message: dict, tokenizer, where: str) -> dict:
+    """A message as chat templates take it: calls with arguments as a mapping, nothing in it that would end a turn.
+
+    The model's own text keeps added tokens that are not special, `<think>` and its like: it can write them.
+    """
+    model = message["role"] == "assistant"
+    special = data.control_strings(tokenizer) if model else data.special_strings(tokenizer)
+    message = message | {"content": data.without_eos(tokenizer, message["content"])} if model else message
     out = {key: data.defuse(message[key], special) for key in ("role", "content", "reasoning_content")
            if isinstance(message.get(key), str)}
     if calls := message.get("tool_calls"):

@@ -637,3 +637,25 @@ def test_a_damaged_line_inside_a_log_is_named(tmp_path):
         data.begin_metrics(path, 3)
     path = put(tmp_path, '{"step": 1}\n{"step": 2}\n{"st', "metrics.jsonl")
     assert data.begin_metrics(path, 1) == [{"step": 1}] and Path(path).read_text() == '{"step": 1}\n'
+
+
+FORGETFUL = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+             "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def test_examples_stand_in_the_prompt_as_they_are():
+    """Templates of reasoning models cut the thoughts off earlier turns: the examples would show another form."""
+    plain, forgetful = tiny.tiny_tokenizer(), tiny.tiny_tokenizer()
+    forgetful.chat_template = FORGETFUL
+    example = make([], "who?", response="<think>t <|im_end|></think>\n<rewrite>r</rewrite>")
+    chat = data.few_shot_prompt(make([], "when?"), [example, example])
+    assert data.encode_chat(forgetful, chat) == data.encode_chat(plain, chat)
+    assert plain.decode(data.encode_chat(plain, chat)).count("<think>t < |im_end|></think>\n<rewrite>r</rewrite>") == 2
+
+
+def test_a_template_that_drops_the_rules_is_refused():
+    tok = tiny.tiny_tokenizer()
+    tok.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    assert data.encode_chat(tok, "who?") == tok("who?")["input_ids"]
+    with pytest.raises(data.DataError, match="leaves out the message of role system"):
+        data.encode_chat(tok, [{"role": "system", "content": "Answer."}, {"role": "user", "content": "who?"}])

@@ -261,3 +261,9 @@ def test_fingerprint_follows_content_not_path(tmp_path):
         (tmp_path / name / "weights").write_text(text)
     a, b, c = (infer.fingerprint(str(tmp_path / name)) for name in "abc")
     assert a == b != c and infer.fingerprint("some/hub-name") == "some/hub-name" and infer.fingerprint("") == ""
+
+
+def test_output_of_another_tool_is_left_alone(tmp_path):
+    with pytest.raises(data.DataError, match="there is output, but no .*meta.json.*choose another output$"):
+        infer.check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
+    assert os.listdir(tmp_path) == []

@@ -322,3 +322,65 @@ def test_ids_of_any_kind(tmp_path):
     with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id is .1."):
         trajectories.read_trajectories(path)
     assert trajectories.question_key(agent_row(0) | {"id": 0}) == "0"
+
+
+def chat_rows(tmp_path, *turns, **keys):
+    """The rows of a file with one chat, whose assistant's message has these keys."""
+    return trajectories.read_trajectories(write(tmp_path / "t.jsonl", [
+        {"messages": [{"role": "user", "content": "q"}, *turns, {"role": "assistant", "content": "a"} | keys]}]))
+
+
+def texts(tmp_path, *turns, tokenizer=None, **keys):
+    tokenizer, (row,) = tokenizer or tiny_tokenizer(), chat_rows(tmp_path, *turns, **keys)
+    return trained(tokenizer, *trajectories.encode(tokenizer, row))
+
+
+def test_turns_that_are_not_to_be_trained_are_not(tmp_path):
+    """OpenAI's weight and ms-swift's loss."""
+    more = {"role": "user", "content": "more"}
+    for untrained in ({"weight": 0}, {"loss": False}):
+        assert texts(tmp_path, {"role": "assistant", "content": "b"} | untrained, more) == ["a<|im_end|>"]
+    assert texts(tmp_path, {"role": "assistant", "content": "b", "weight": 1, "loss": None}, more, loss=True) == [
+        "b<|im_end|>", "a<|im_end|>"]
+    with pytest.raises(data.DataError, match="t.jsonl:1: weight of a message is '0.5'"):
+        chat_rows(tmp_path, weight=0.5)
+
+
+def test_thoughts_under_other_names_are_thoughts_and_old_calls_are_refused(tmp_path):
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        assert texts(tmp_path, tokenizer=hermes(FORGETS), **{key: "r7"}) == ["<think>\nr7\n</think>\n\na<|im_end|>"]
+    with pytest.raises(data.DataError, match="t.jsonl:1: a message has function_call"):
+        chat_rows(tmp_path, content=None, function_call={"name": "search"})
+
+
+def test_an_eos_that_is_spelled_out_is_the_turns_end_and_not_text(tmp_path):
+    assert texts(tmp_path, content="a b<|im_end|>\n") == ["a b<|im_end|>"]
+    assert texts(tmp_path, content="a <|im_end|> b") == ["a < |im_end|> b<|im_end|>"]
+    tokenizer = tiny_tokenizer()
+    for target, shown in (("<rewrite>x</rewrite><|im_end|>", "<rewrite>x</rewrite>"), ("a <|im_end|> x", "a < |im_end|> x")):
+        ids, mask = data.encode_example(tokenizer, [7, 8], target, 2)
+        assert trained(tokenizer, ids, mask) == [shown + "<|im_end|>"] and ids.count(2) == 1
+
+
+def test_the_models_own_text_keeps_added_tokens_that_are_not_special(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    assert texts(tmp_path, tokenizer=tokenizer, content="<think>t</think>a") == ["<think>t</think>a<|im_end|>"]
+
+
+@pytest.mark.parametrize("result", ["<result>\nR\n</result>", "<result>R</result>", "<information>R\nS</information>"])
+def test_results_inside_a_turn_are_not_trained_whatever_their_form(tmp_path, result):
+    assert texts(tmp_path, content=f"<search>s</search> {result} <answer>a</answer>") == [
+        "<search>s</search>", " <answer>a</answer><|im_end|>"]
+
+
+def test_empty_turns_are_dropped_or_refused(tmp_path):
+    from test_sft import config
+
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": c}]} for c in ("a", "", " \n", None)]
+    rows += [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}]
+    path = write(tmp_path / "t.jsonl", rows)
+    examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path)
+    assert len(examples) == 1 and dict(dropped) == {"without a last answer": 3, "without a turn to train": 1}
+    with pytest.raises(data.DataError, match="t.jsonl:1: an assistant's message in the middle is empty"):
+        chat_rows(tmp_path, {"role": "assistant", "content": " "}, {"role": "user", "content": "more"})
