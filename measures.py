@@ -53,6 +53,8 @@ def _columns(path: str, names: str) -> Iterator[tuple[str, list[str]]]:
         if columns == [""]:
             continue
         where = f"{path}:{number}"
+        if "\0" in line:  # pytrec_eval cuts an id there, and may crash over two that are equal then
+            raise DataError(f"{where}: a NUL character in {line[:60]!r}; the file is damaged")
         if len(columns) != expected:
             raise DataError(f"{where}: {len(columns)} columns in {line[:60]!r}; there must be {expected}: {names}")
         yield where, columns

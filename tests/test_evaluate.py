@@ -171,6 +171,7 @@ def write(path, text):
         (read_qrels, "q1 0 d1 yes\n", "bad.txt:1: gain 'yes'"),
         (read_qrels, "q1 0 d1 1.0\n", "bad.txt:1: gain '1.0'"),
         (read_qrels, "q1 0 d1 10000\n", "bad.txt:1: gain '10000'"),
+        (read_qrels, "q1 0 d1 1\nq1 0 d\0a 1\n", "bad.txt:2: a NUL"),
         (
             read_qrels,
             "q1 0 d1 1\nq2 0 d1 1\nq1 0 d1 1\n",
