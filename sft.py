@@ -44,8 +44,8 @@ from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
 from episode import ENDED
-from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_dropout, adapter_settings, load_causal_lm, load_tokenizer,
-                   lr_at, make_optimizer, one_thread, pack, packed_logprobs)
+from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_dropout, adapter_settings, load_causal_lm,
+                   load_tokenizer, lr_at, make_optimizer, one_thread, pack, packed_logprobs)
 from retriever import RetrieverConfig, open_retriever
 from reward import parse_response
 from rollout import EngineConfig, Sampling, check_engine

@@ -25,7 +25,7 @@ from episode import encode_trajectory, template_knows_tools
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
-RESULT = re.compile(r"\s?<(result|information)>.*?</\1>", re.DOTALL)  # of a search, inside an assistant's text
+RESULT = re.compile(r"(?<=</search>)\s*<(result|information)>.*?</\1>", re.DOTALL)  # inside an assistant's text
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
