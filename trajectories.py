@@ -8,7 +8,7 @@ fields that infer.py writes (rollout_id, id, question, golden_answers, pred, rou
 ms-swift's form is read too: messages of role `tool_call` (content {"name", "arguments"}), `tools` as JSON text.
 
 What is trained of one: the assistant's texts, its calls and the end of each of its turns.  Not: headers, the newline
-behind a turn, prompts, results of tools.
+behind a turn, prompts, results of tools, turns with `weight` 0 (OpenAI) or `loss` false (ms-swift).
 """
 
 from __future__ import annotations
