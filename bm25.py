@@ -51,20 +51,21 @@ STOP_WORDS = frozenset("a an and are as at be but by for if in into is it no not
 # a character (CLASSES).  The `regex` module's word boundaries (\b with the WORD flag) would not do: they are of a newer
 # Unicode (a colon inside a word parts it), break Thai elsewhere, and are boundaries, not words.  Characters younger
 # than Unicode 9 are words here and unknown to Lucene 9.
-ASCII_WORD = re.compile(r"_*[A-Za-z0-9]\w*(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
+ASCII_WORD = re.compile(r"(?<!_)_*[A-Za-z0-9]\w*(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
                         re.ASCII)
 
 
 def _class_pattern() -> re.Pattern:
     x = "[EVZcs]*"  # WB4: marks, format characters and joiners belong to the character before them
-    digit, kana, join, hebrew = f"N{x}", f"K{x}", f"_{x}", f"H{x}"
+    digit, kana, join, dead, hebrew = f"N{x}", f"K{x}", f"_{x}", f"[_-]{x}", f"H{x}"
     letter = f"(?:A{x}|H{x}(?!'|d{x}H))"  # a Hebrew letter before a quotation mark: WB7a to WB7c
     core = (f"(?:{hebrew}(?:'{x}|d{x}{hebrew})|{digit}(?:(?:(?:{join})*|[nq']{x}){digit})*"
             f"|{letter}(?:(?:(?:{join})*|[mq']{x}){letter})*)+")  # WB5 to WB12
     part = f"(?:{kana}(?:(?:{join})*{kana})*|{core})"
-    word = f"(?:{join})*{part}(?:(?:{join})+{part})*(?:{join})*"  # WB13
+    word = f"(?:{join})*{part}(?:(?:{join})+{part})*(?:{dead})*"  # WB13
     emoji = "(?:P[EZ]*(?:V|M[EZ]*)?|M[EZ]*)"
-    return re.compile(f"{word}|Z*{emoji}(?:(?:(?<=Z)|Z+){emoji})*|#[EZ]*V?c[EZ]*|(?:R{x}){{2}}|(?:[Ss]{x})+|[JI]{x}")
+    return re.compile(f"{word}|(?:{join})+\\Z|Z*{emoji}(?:(?:(?<=Z)|Z+){emoji})*|Z+\\Z|#[EZ]*V?c[EZ]*|(?:R{x}){{2}}"
+                      f"|(?:[Ss]{x})+|[JI]{x}")  # \\Z: of a window, see standard_words
 
 
 CLASS_WORD = _class_pattern()
@@ -94,6 +95,23 @@ class _Classes(dict):
 _CLASSES = _Classes()
 NON_ASCII = re.compile(r"[^\x00-\x7F]")
 LONGEST = 255  # characters of a token; a longer one is cut into such pieces
+# Characters of a window behind the end of a piece that settle the piece: beyond marks, nothing looks further ahead than
+# a letter that joins words, a Hebrew letter and a quotation mark.
+SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
+
+
+def _classes(text: str) -> str:
+    """The class of every character, for CLASS_WORD.
+
+    A run of _ (and marks) that no word follows becomes -, a run of ZWJ that no emoji follows E, as any other mark: else
+    a search would run ahead to the end of the run from each of its characters.
+    """
+    classes = text.translate(_CLASSES)
+    if "_" in classes:
+        classes = re.sub("_[_EVZcs]*([AHKN]?)", lambda m: m[0] if m[1] else m[0].replace("_", "-"), classes)
+    if "Z" in classes:
+        classes = re.sub("Z+([MP]?)", lambda m: m[0] if m[1] else "E" * len(m[0]), classes)
+    return classes
 
 
 def standard_words(text: str) -> list[str]:
@@ -103,16 +121,21 @@ def standard_words(text: str) -> list[str]:
         start, end = max(text.rfind(" ", at, match.start()) + 1, at), text.find(" ", match.end())
         words += ASCII_WORD.findall(text, at, start)
         at = end if end >= 0 else len(text)
-        words += [text[start + m.start():start + m.end()]
-                  for m in CLASS_WORD.finditer(text[start:at].translate(_CLASSES))]
+        words += [text[start + m.start():start + m.end()] for m in CLASS_WORD.finditer(_classes(text[start:at]))]
     words += ASCII_WORD.findall(text, at)
     if not words or max(map(len, words)) <= LONGEST:
         return words
-    classes, words, at = text.translate(_CLASSES), [], 0
-    while match := CLASS_WORD.search(classes, at):
+    classes, words, at = _classes(text), [], 0
+    while True:  # in windows, as each search would else run to the end of a word that is megabytes long
+        end = at + 4 * LONGEST
+        match = CLASS_WORD.search(classes, at, end)
+        if end < len(classes) and not (
+                match and SETTLED.match(classes, min(match.end(), match.start() + LONGEST), end)):
+            match = CLASS_WORD.search(classes, at)
+        if not match:
+            return words
         at = min(match.end(), match.start() + LONGEST)
         words.append(text[match.start():at])
-    return words
 
 
 def porter(word: str) -> str:
@@ -581,9 +604,9 @@ class BM25Retriever:
         self._check()
 
     def _check(self) -> None:
-        if not (self.k1 >= 0 and 0 <= self.b <= 1):
-            raise RetrieverError(f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs k1 >= 0 and 0 <= b <= 1. The usual "
-                                 "values are 0.9 and 0.4 (QReCC 0.82 and 0.68).")
+        if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
+            raise RetrieverError(f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1. The "
+                                 "usual values are 0.9 and 0.4 (QReCC 0.82 and 0.68).")
         check_k(self.query_words, "query_words")
         check_k(self.workers, "workers")
 
@@ -799,7 +822,7 @@ class BM25Retriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The best k passages of every query whose score is above 0, by (score descending, id ascending)."""
-        check_queries(queries)
+        queries = check_queries(queries)
         check_k(k)
         once = list(dict.fromkeys(queries))
         done = dict(zip(once, self._all(self._hits, [(self._words(query), k) for query in once])))
@@ -808,6 +831,7 @@ class BM25Retriever:
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query by the rule of order; None beyond `cutoff` or where its score is 0."""
         check_k(cutoff, "cutoff")
+        queries = check_queries(queries)
         wanted = list(zip(queries, map(tuple, gold_positions(self.passage_ids, queries, gold_ids))))
         words = {query: self._words(query) for query in dict.fromkeys(queries)}
         once = [pair for pair in dict.fromkeys(wanted) if words[pair[0]]]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,40 @@ def test_a_word_stands_alone_whatever_is_around_it():
 def test_long_tokens_are_cut():
     assert [len(w) for w in standard_words("x" * 600 + " y")] == [255, 255, 90, 1]
     assert [len(w) for w in standard_words("é" * 300)] == [255, 45]
+
+
+def plain_words(text: str) -> list[str]:
+    """`standard_words` as the rules read, quadratic in a word's length: the oracle of the windows and the marks."""
+    ascii_word = re.compile(B.ASCII_WORD.pattern.removeprefix("(?<!_)"), re.ASCII)
+    class_word = B.CLASS_WORD.pattern.replace("_-", "_").replace(r"|(?:_[EVZcs]*)+\Z", "").replace(r"|Z+\Z", "")
+    pattern, classes, words, at = re.compile(class_word), text.translate(B._CLASSES), [], 0
+    if text.isascii() and max(map(len, found := ascii_word.findall(text)), default=0) <= B.LONGEST:
+        return found
+    while match := pattern.search(classes, at):
+        at = min(match.end(), match.start() + B.LONGEST)
+        words.append(text[match.start():at])
+    return words
+
+
+@pytest.mark.parametrize("longest", [3, 7, 255])  # short pieces have short windows, so their edges are everywhere
+def test_words_of_any_length_are_those_of_the_plain_rules(monkeypatch, longest):
+    monkeypatch.setattr(B, "LONGEST", longest)
+    rng, most = random.Random(longest), longest + 1 if longest < 255 else 400
+    signs = ("ab1_.,:'\"-# \néα٣ß\u0e2a\u0e31\u30b9\u0301\u200d\ufe0f\u20e3\U0001F3FB\U0001F600\u05d0\u6f22\u3072"
+             "\U0001F1E9")
+    for _ in range(6000 if longest < 255 else 1000):
+        chosen = rng.sample(signs, rng.choice([2, 3, 4, 8, len(signs)]))
+        text = "".join(rng.choice(chosen) * rng.choice([1, 1, 2, longest, rng.randint(1, most)])
+                       for _ in range(rng.randint(1, 20)))
+        assert standard_words(text) == plain_words(text), ascii(text)
+
+
+def test_a_word_of_a_megabyte_and_signs_that_begin_no_word_take_no_quadratic_time():
+    """By the plain rules these take minutes."""
+    assert [len(w) for w in standard_words("x" * 1_000_000)] == [255] * 3921 + [145]
+    assert {len(w) for w in standard_words("é_" * 127_500)} == {255}
+    assert standard_words("_" * 400_000) == standard_words("é\n" + "_\u0301" * 200_000)[1:] == []
+    assert standard_words("\u3000" + "\u200d" * 400_000) == []
 
 
 @pytest.mark.parametrize("word,stem", [pair.split(">") for pair in (  # by hand from Porter's rules
@@ -228,8 +263,10 @@ def test_k1_and_b_take_effect_after_a_query_ret_06():
     assert np.allclose(bm25.scores("red"), [0.187724, 0.187724, 0.0, 0.245983], atol=1e-4)
     assert [i for i, _ in bm25.search(["red"], 4)[0]] == ["3", "0", "1"]
     bm25.k1 = -1
-    with pytest.raises(RetrieverError, match="k1 is -1"):
-        bm25.search(["red"], 1)
+    for k1 in (-1, math.inf, math.nan):
+        bm25.k1 = k1
+        with pytest.raises(RetrieverError, match=f"k1 is {k1}.*finite"):
+            bm25.search(["red"], 1)
 
 
 def test_unknown_words_find_nothing_ret_08():
