@@ -25,7 +25,7 @@ from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from data import Passage, atomic_write, located_passages, read_corpus
+from data import Passage, _scrub, atomic_write, located_passages, read_corpus
 
 
 FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
@@ -178,19 +178,31 @@ def read_ids(folder: Path) -> StoredIds:
 
 def gold_positions(ids: PassageIds, queries: Sequence[str], gold_ids: Sequence[Sequence[str]]) -> list[list[int]]:
     """Passage numbers of every query's golds; a bare string is a list of one."""
-    check_queries(queries)
-    if len(queries) != len(gold_ids):
-        raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
-    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+    golds = gold_lists(queries, gold_ids)
     if empty := [i for i, g in enumerate(golds) if not g]:
         raise RetrieverError(f"query {empty[0]} ({queries[empty[0]][:60]!r}) has no gold passage, so no rank; leave "
                              "such queries out")
     return [[ids.position(g) for g in gold] for gold in golds]
 
 
-def check_queries(queries: Sequence[str]) -> None:
+def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
+    """The gold ids of every query; a bare string is a list of one."""
+    golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+    if len(queries) != len(golds):
+        raise RetrieverError(f"{len(queries)} queries but {len(golds)} lists of gold ids: give one list a query")
+    return golds
+
+
+def check_queries(queries: Iterable[str]) -> list[str]:
+    """The queries as a list, lone surrogates replaced: tokenizers and JSON don't take them."""
     if isinstance(queries, str):  # each of its characters would be searched
         raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]")
+    queries = list(queries)
+    for i, query in enumerate(queries):
+        if not isinstance(query, str):
+            raise RetrieverError(f"query {i} is {query!r}; every query must be a text (an empty one finds nothing, or "
+                                 "what its vector is near to)")
+    return [_scrub(query) for query in queries]
 
 
 def check_k(k: int, name: str = "k") -> None:

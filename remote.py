@@ -13,7 +13,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any, Callable, Iterable, Sequence
 
-from passages import FAILED, Hits, RetrieverError, check_k
+from passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
 
 
 class RetrieverAway(RetrieverError):
@@ -132,7 +132,7 @@ class RemoteRetriever:
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The best k passages of every query, as the served retriever orders them.  RetrieverAway: no answer."""
         check_k(k)
-        queries, out = self._cut(queries), []
+        queries, out = self._cut(check_queries(queries)), []
         for start in range(0, len(queries), self.batch):
             part = queries[start:start + self.batch]
             out += self.ask("hits", {"queries": part, "k": k}, "hits", len(part),
@@ -145,9 +145,8 @@ class RemoteRetriever:
         RetrieverAway: no request had an answer.  After one without, the next gets one try until the server is back.
         """
         check_k(cutoff, "cutoff")
-        if len(queries) != len(gold_ids):
-            raise RetrieverError(f"{len(queries)} queries but {len(gold_ids)} lists of gold ids: give one list a query")
-        queries, golds = self._cut(queries), [[g] if isinstance(g, str) else list(g) for g in gold_ids]
+        queries = self._cut(check_queries(queries))
+        golds = gold_lists(queries, gold_ids)
         out, failed, problem, away = [], 0, None, False
 
         def read(rank: Any) -> Any:

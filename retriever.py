@@ -179,7 +179,9 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
     A `pooling` that is given overrules the files.  RetrieverError: they ask for something that isn't built here.
     """
-    encoder = E5_ENCODER if re.search(r"(^|[-_/.])e5([-_/.]|$)", name.lower().rstrip("/")) else MEAN_ENCODER
+    cached = [part for part in Path(name).parts if part.startswith("models--")]  # models--OWNER--NAME/snapshots/COMMIT
+    own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()  # folders above it say nothing of a model
+    encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
     if modules := _hub_file(name, "modules.json"):
         kinds = [m["type"].rsplit(".", 1)[-1] for m in json.loads(modules.read_text())]
         if pooling is None and (unknown := [k for k in kinds if k not in ("Transformer", "Pooling", "Normalize")]):
@@ -187,8 +189,11 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
                                  "and Normalize are applied here. Use a model without it, or overrule with pooling=….")
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (file := _hub_file(name, "1_Pooling/config.json")):
-        modes = [k for k, on in json.loads(file.read_text()).items() if k.startswith("pooling_mode") and on is True]
-        known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+        settings = json.loads(file.read_text())
+        modes = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
+        if modern := settings.get("pooling_mode"):  # sentence-transformers 5.4: a name, or several
+            modes = [modern] if isinstance(modern, str) else modern
+        known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first", "mean": "mean", "cls": "first"}
         if len(modes) != 1 or modes[0] not in known:
             raise RetrieverError(f"{name} pools by {modes}; mean and first (cls) are supported. Give pooling=mean or "
                                  "pooling=first to overrule it.")
@@ -202,7 +207,8 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 def _position_limit(config: Any) -> int:
     """Tokens a model has positions for; RoBERTa's kind spends the first pad_token_id + 1 of them on padding."""
     most = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    return most - (config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert") else 0)
+    padded = config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet")
+    return most - (config.pad_token_id + 1 if padded else 0)
 
 
 @contextlib.contextmanager
@@ -811,7 +817,7 @@ class DenseRetriever:
 
     def encode_queries(self, queries: Sequence[str]) -> Tensor:
         """(Q, D) float32 on the encoder's device."""
-        check_queries(queries)
+        queries = check_queries(queries)
         with self._lock:
             vectors = encode(self.model, self.tokenizer, queries, self.encoder, query=True,
                              batch_tokens=self.batch_tokens, counts=self.counts)
@@ -852,7 +858,7 @@ class DenseRetriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The min(k, M) best passages of every query, by (score descending, id ascending)."""
-        hits = self.hits(queries, k)
+        hits = self.hits(queries := check_queries(queries), k)
         if None in hits:
             bad = hits.index(None)
             raise RetrieverError(f"query {bad} ({queries[bad][:60]!r}) has a NaN score, so no order; look at the "
@@ -862,6 +868,7 @@ class DenseRetriever:
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query by the rule of order; None beyond `cutoff`, FAILED on NaN."""
         check_k(cutoff, "cutoff")
+        queries = check_queries(queries)
         golds = gold_positions(self.passage_ids, queries, gold_ids)
         (vectors, golds), own = self._of_all_ranks(self.encode_queries(queries).cpu(), golds)
         out: list = []
@@ -899,6 +906,7 @@ class FaissRetriever(DenseRetriever):
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query in the list of its query; None where none is found up to `cutoff`."""
         check_k(cutoff, "cutoff")
+        queries = check_queries(queries)
         golds = [{self.passage_ids[i] for i in rows} for rows in gold_positions(self.passage_ids, queries, gold_ids)]
         out: list = []
         for hits, gold in zip(self.hits(queries, cutoff + max(map(len, golds), default=0)), golds):
@@ -928,6 +936,8 @@ class HybridRetriever:
             raise RetrieverError(f"depth is {depth}; shorter lists lose what one side finds. Give 50 or more.")
         if len(weights) != 2 or min(weights) < 0:
             raise RetrieverError(f"weights are {list(weights)}; give two numbers from 0 up, for dense and BM25")
+        if not 0 <= k < math.inf:
+            raise RetrieverError(f"rrf_k is {k}; it must be 0 or more, and is added to every place. Usual is 60.")
         if (len(dense.passage_ids) != len(bm25.passage_ids)
                 or any(a != b for a, b in zip(dense.passage_ids, bm25.passage_ids))):
             raise RetrieverError(f"the dense index holds {len(dense.passage_ids):,} passages, BM25 "
@@ -939,12 +949,14 @@ class HybridRetriever:
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The k best of the fused list of every query; it has at most 2 · depth entries."""
         check_k(k)
+        queries = check_queries(queries)
         both = zip(self.dense.search(queries, self.depth), self.bm25.search(queries, self.depth))
         return [rrf(lists, self.k, weights=self.weights)[:k] for lists in both]
 
     def gold_ranks(self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100) -> list:
         """Rank of the best gold of every query by the rule of the class; None beyond `cutoff`, FAILED on NaN."""
         check_k(cutoff, "cutoff")
+        queries = check_queries(queries)
         golds = [{self.passage_ids[i] for i in rows} for rows in gold_positions(self.passage_ids, queries, gold_ids)]
         both = zip(self.dense.hits(queries, self.depth), self.bm25.search(queries, self.depth), golds)
         return [FAILED if dense is None else self._rank((dense, sparse), gold, cutoff) for dense, sparse, gold in both]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+from transformers import BertModel, MPNetConfig, MPNetModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
 
 import exact
 import retriever as R
@@ -198,6 +198,17 @@ def test_truncation_is_counted_ret_26(tmp_path):
     assert counts == {"truncated": 2}
 
 
+def test_mpnet_counts_positions_as_roberta_does(tmp_path):
+    tiny_ance(tmp_path)  # its tokenizer
+    config = MPNetConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                         intermediate_size=48, max_position_embeddings=64, pad_token_id=1)
+    (tmp_path / "model.safetensors").unlink()
+    MPNetModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    model, tokenizer, encoder = load_encoder(str(tmp_path), "cpu")
+    assert (encoder.query_length, encoder.passage_length) == (62, 62)
+    assert torch.isfinite(encode(model, tokenizer, ["x" * n for n in (60, 61, 200)], encoder)).all()
+
+
 def test_cosine_model_normalises_both_sides_ret_14():
     table = torch.tensor([[1.0, 0], [10.0, 10.0], [0.9, 0.1]])
     vectors = encode(WordVectors(table), NumberTokenizer(), ["0", "1", "2"], Encoder("mean", normalise=True))
@@ -286,10 +297,22 @@ def test_settings_are_detected_and_overruled(tmp_path):
     e5 = load_encoder(files("e5-tiny-v2"))[2]
     assert (e5.query_prefix, e5.passage_prefix, e5.pooling, e5.normalise) == ("query: ", "passage: ", "mean", True)
     assert load_encoder(files("some5e5x"))[2].query_prefix == ""
+    assert load_encoder(files("e5/mini"))[2].query_prefix == ""  # the name of a folder above it
+    cached = files("models--intfloat--e5-small/snapshots/0a1b")
+    assert load_encoder(cached)[2].query_prefix == load_encoder(files("upper/E5-x") + "/")[2].query_prefix == "query: "
     mini = load_encoder(files("mini", ["Transformer", "Pooling", "Normalize"], "mean_tokens", 256))[2]
     assert (mini.pooling, mini.normalise, mini.query_length, mini.passage_length) == ("mean", True, 256, 256)
     cls = load_encoder(files("cls", ["Transformer", "Pooling"], "cls_token"))[2]
     assert (cls.pooling, cls.normalise) == ("first", False)
+    for mode, pooling in (("mean", "mean"), ("cls", "first"), ("lasttoken", None), (["mean", "max"], None)):
+        modern = files(f"modern-{pooling}-{len(mode)}", ["Transformer", "Pooling"], "unused")  # as since 5.4
+        settings = {"embedding_dimension": 32, "pooling_mode": mode, "include_prompt": True}
+        Path(modern, "1_Pooling/config.json").write_text(json.dumps(settings))
+        if pooling:
+            assert load_encoder(modern)[2].pooling == pooling
+        else:
+            with pytest.raises(RetrieverError, match="pools by .*(lasttoken|'mean', 'max')"):
+                load_encoder(modern)
     last = files("last", ["Transformer", "Pooling"], "lasttoken")
     with pytest.raises(RetrieverError, match="lasttoken"):
         load_encoder(last)
@@ -451,8 +474,29 @@ def test_bad_calls_are_told():
             with pytest.raises(RetrieverError, match=message) as caught:
                 call(*arguments)
             assert caught.value.exit_status == 2
+        for wrong in ("0 1", [None], ["0", 5]):
+            for call in (lambda: r.search(wrong, 1), lambda: r.gold_ranks(wrong, [["0"]] * len(wrong))):
+                with pytest.raises(RetrieverError, match="queries is the text|query 0 is None|query 1 is 5"):
+                    call()
     with pytest.raises(RetrieverError, match="'x' occurs more than once"):
         PassageIds(["x", "y", "x"])
+
+
+def test_queries_and_golds_may_be_generators():
+    dense, bm25 = table_retriever([[3.0, 0], [2.0, 0]], list("01")), BM25Retriever(plain(["0 fox", "1 fox"]))
+    for r in (dense, bm25, HybridRetriever(dense, bm25)):
+        queries, golds = ["0", "1", "0"], [["0"], ["1"], ["1"]]
+        assert len(r.search(queries, 2)) == 3 and r.search((q for q in queries), 2) == r.search(queries, 2)
+        assert r.gold_ranks((q for q in queries), (g for g in golds)) == r.gold_ranks(queries, golds)
+
+
+def test_half_an_emoji_in_a_query_is_a_sign_like_any_other(tmp_path):
+    tiny_encoder(tmp_path)
+    model, tokenizer, encoder = load_encoder(str(tmp_path), "cpu")
+    vectors = encode(model, tokenizer, ["red \ufffd", "red"], encoder)
+    dense = DenseRetriever(Index(PassageIds(["a", "b"]), [vectors.numpy()]), model, tokenizer, encoder)
+    assert dense.search(["red \ud83d"], 2) == dense.search(["red \ufffd"], 2)
+    assert dense.gold_ranks(["red \ud83d"], [["a"]]) == [1]
 
 
 # ---------------------------------------------------------------------------------------------------------- dense index
@@ -800,7 +844,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
     dense.hits = lambda queries, k: [None] * len(queries)
     assert hybrid.gold_ranks(["fox"], [["0"]])[0] is FAILED
     for change, message in (({"depth": 49}, "depth is 49"), ({"weights": [1.0]}, "weights"),
-                            ({"weights": [1.0, -1.0]}, "weights")):
+                            ({"weights": [1.0, -1.0]}, "weights"), ({"k": -1}, "rrf_k is -1"),
+                            ({"k": math.nan}, "rrf_k is nan")):
         with pytest.raises(RetrieverError, match=message):
             HybridRetriever(dense, bm25, **change)
     with pytest.raises(RetrieverError, match="one corpus"):

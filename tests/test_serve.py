@@ -217,6 +217,9 @@ def test_remote_retriever_is_the_served_one(server, bm25):
                            (lambda: remote.gold_ranks(["a", "b"], [["p01"]]), "2 queries but 1"),
                            (lambda: remote.gold_ranks(["a"], [[]]), "422"),
                            (lambda: remote.search(["a"], 0), "k is 0"),
+                           (lambda: remote.search("red", 3), "queries is the text 'red'"),
+                           (lambda: remote.gold_ranks("a", [["p01"]]), "queries is the text 'a'"),
+                           (lambda: remote.search([None], 3), "query 0 is None"),
                            (lambda: remote.search(["a"], 500), "k is 500")):
         with pytest.raises(RetrieverError, match=message) as e:
             wrong()
