@@ -17,7 +17,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from data import atomic_folder
-from passages import RetrieverError, check_same, read_meta, write_meta
+from passages import RetrieverError, check_k, check_same, read_meta, write_meta
 
 BLOCK = 65536  # vectors that are added at a time, in float32
 
@@ -38,19 +38,32 @@ def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
     return index
 
 
-def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory: str, source: dict, nprobe: int = 32,
-                ef_search: int = 128) -> int:
+def _check(nprobe: int, ef_search: int) -> None:
+    check_k(nprobe, "nprobe")
+    check_k(ef_search, "ef_search")
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the index file in a folder; 0 where it is missing."""
+    return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
+
+
+def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory: str, source: dict,
+                nprobe: int | None = None, ef_search: int | None = None) -> int:
     """Build an index of the vectors of `shards` into `folder`; the vectors added now, 0 where it stood there.
 
     source: what of the dense index must be the same when this one is opened (its corpus, encoder, size)
-    nprobe, ef_search: how many lists of an IVF index, and how wide a front of an HNSW graph, a search looks at
+    nprobe, ef_search: how many lists of an IVF index (None: 32), and how wide a front of an HNSW graph (None: 128), a
+        search looks at where it is not told when the index is opened
     Trained on an even sample: all vectors, or 64 for every list and 2^18 at least.
     """
-    folder = Path(folder)
+    folder, nprobe, ef_search = Path(folder), 32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search
+    _check(nprobe, ef_search)
     settings = {"format": "faiss-1", "factory": factory, **source}
     if (meta := read_meta(folder)) is not None:
         check_same(folder, meta, settings, "Choose another folder, or delete this one.")
-        return 0
+        if _size(folder) == meta["bytes"]:
+            return 0
     faiss = _faiss()
     count, dim = sum(map(len, shards)), shards[0].shape[1]
     try:
@@ -76,16 +89,21 @@ def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        size = os.path.getsize(os.path.join(temporary, "index.faiss"))
-        write_meta(Path(temporary), settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": size})
+        temporary = Path(temporary)
+        write_meta(temporary, settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": _size(temporary)})
     return count
 
 
 class FaissIndex:
-    """A saved index, opened with its settings; `nprobe` and `ef_search` may be set anew at any time."""
+    """A saved index; `nprobe` and `ef_search` may be set anew at any time (`set`)."""
 
-    def __init__(self, folder: str | os.PathLike, source: dict):
-        """source: what `build_faiss` was given; RetrieverError where it differs, and where there is no index."""
+    def __init__(self, folder: str | os.PathLike, source: dict, nprobe: int | None = None,
+                 ef_search: int | None = None):
+        """RetrieverError: there is no index, a damaged one, or one of another source.
+
+        source: what `build_faiss` was given
+        nprobe, ef_search: None: what the index was saved with
+        """
         folder = Path(folder)
         meta = read_meta(folder)
         if meta is None or meta.get("format") != "faiss-1":
@@ -94,17 +112,30 @@ class FaissIndex:
         check_same(folder, meta, source, "It belongs to another dense index: delete it and build it again.")
         faiss = _faiss()
         self.meta, self.bytes = meta, meta["bytes"]
-        index = faiss.read_index(str(folder / "index.faiss"))
+        way_out = f"delete {folder} and build it again"
+        if (size := _size(folder)) != self.bytes:
+            raise RetrieverError(f"{folder}/index.faiss is damaged: {size:,} of its {self.bytes:,} bytes are there; "
+                                 f"{way_out}")
+        try:
+            index = faiss.read_index(str(folder / "index.faiss"))
+        except RuntimeError as e:
+            reason = str(e).strip().splitlines()[-1]
+            raise RetrieverError(f"{folder}/index.faiss is damaged ({reason}); {way_out}") from e
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
         self._index = _on_gpus(faiss, index, meta["factory"])
         self._parameters = faiss.ParameterSpace() if self._index is index else faiss.GpuParameterSpace()
-        self.set(meta["nprobe"], meta["ef_search"])
+        nprobe = meta["nprobe"] if nprobe is None else nprobe
+        ef_search = meta["ef_search"] if ef_search is None else ef_search
+        _check(nprobe, ef_search)
+        self.set(nprobe, ef_search)
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
         if self._lists:
+            check_k(nprobe, "nprobe")
             self._parameters.set_index_parameter(self._index, "nprobe", nprobe)
         if "HNSW" in self.meta["factory"]:
+            check_k(ef_search, "ef_search")
             self._parameters.set_index_parameter(self._index, "efSearch", ef_search)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,8 +38,8 @@ from typing import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from data import Passage, atomic_folder, located_passages
-from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, gold_positions, passages_of,
-                      read_ids, read_meta, write_ids, write_meta)
+from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, corpus_bytes,
+                      gold_positions, mapped, mapped_text, passages_of, read_ids, read_meta, write_ids, write_meta)
 
 # ------------------------------------------------------------------------------------------------------------- analysis
 
@@ -420,15 +420,14 @@ def _write_words(folder: Path, words: Iterable[bytes]) -> None:
     np.save(folder / "words.start.npy", np.frombuffer(start, dtype=np.int64))
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _array(path: Path) -> np.ndarray:
     """An .npy file, memory-mapped; as a plain array, whose slices cost a tenth of np.memmap's."""
-    return np.load(path, mmap_mode="r").view(np.ndarray)
+    return mapped(path).view(np.ndarray)
 
 
 def _read_words(folder: Path) -> Words:
-    start = _mapped(folder / "words.start.npy")
-    with open(folder / "words.txt", "rb") as f:
-        text = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if start[-1] else b""
+    start = _array(folder / "words.start.npy")
+    text = mapped_text(folder / "words.txt") if start[-1] else b""
     if start[-1] != len(text):
         raise ValueError(f"{folder}/words.txt and words.start.npy do not belong together")
     return Words(text, start)
@@ -529,9 +528,10 @@ def build_postings(folder: str | os.PathLike, corpus: str | os.PathLike | Iterab
         finally:
             for child in running:
                 child.result()
-        shards = [(_read_words(own), {name: _mapped(own / f"{name}.npy")
+        shards = [(_read_words(own), {name: _array(own / f"{name}.npy")
                                       for name in ("start", "passages", "codes", "pairs", "sizes")}) for own in names]
-        _write_postings(temporary, merge(shards, _to_folder(temporary)), number, analyzer, digest.hexdigest())
+        _write_postings(temporary, merge(shards, _to_folder(temporary)), number, analyzer,
+                        {"corpus": digest.hexdigest(), **corpus_bytes(corpus)})
         for own in names:
             shutil.rmtree(own)
     return number
@@ -546,13 +546,13 @@ def _to_folder(folder: Path) -> Callable:
     return write
 
 
-def _write_postings(folder: Path, merged: dict, number: int, analyzer: str, fingerprint: str) -> None:
+def _write_postings(folder: Path, merged: dict, number: int, analyzer: str, source: dict) -> None:
     """What remains of an index folder once the large arrays are there; meta.json is last."""
     if not merged["documents"]:
         raise RetrieverError(_no_word(number))
     np.save(folder / "start.npy", merged["start"])
     np.save(folder / "pairs.npy", merged["pairs"])
-    write_meta(folder, {"format": FORMAT, "analyzer": analyzer, "count": number, "corpus": fingerprint,
+    write_meta(folder, {"format": FORMAT, "analyzer": analyzer, "count": number, **source,
                         "tokens": merged["tokens"], "documents": merged["documents"]})
 
 
@@ -623,7 +623,8 @@ class BM25Retriever:
             for name in ("passages", "codes"):
                 values = getattr(index, name)
                 write(name, len(values), values.dtype, [values])
-            _write_postings(temporary, vars(index), len(self.passage_ids), self._analyse.name, corpus_print)
+            _write_postings(temporary, vars(index), len(self.passage_ids), self._analyse.name,
+                            {"corpus": corpus_print})
 
     @classmethod
     def open(cls, folder: str | os.PathLike, k1: float = 0.9, b: float = 0.4, query_words: int = 1024,
@@ -640,11 +641,12 @@ class BM25Retriever:
         try:
             self.passage_ids = read_ids(folder)
             self._index = Postings(words=_read_words(folder), tokens=meta["tokens"], documents=meta["documents"],
-                                   **{name: _mapped(folder / f"{name}.npy")
+                                   **{name: _array(folder / f"{name}.npy")
                                       for name in ("start", "passages", "codes", "pairs")})
         except (OSError, ValueError, KeyError) as e:
             raise RetrieverError(f"the BM25 index at {folder} is damaged ({e}); delete it and build it again") from e
-        if len(self.passage_ids) != meta["count"] or self._index.start[-1] != len(self._index.passages):
+        if (len(self.passage_ids) != meta["count"]
+                or not self._index.start[-1] == len(self._index.passages) == len(self._index.codes)):
             raise RetrieverError(f"the BM25 index at {folder} is damaged: its files hold {len(self.passage_ids):,} ids "
                                  f"and {len(self._index.passages):,} postings, and they don't fit. Build it again.")
         return self

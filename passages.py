@@ -38,6 +38,24 @@ class RetrieverError(ValueError):
     exit_status = 2
 
 
+# ---------------------------------------------------------------------------------------------------------------- files
+
+def mapped(path: Path, mode: str = "r") -> np.ndarray:
+    """An .npy file, memory-mapped; ValueError that names it where it is empty or damaged, as numpy's own does not."""
+    try:
+        return np.load(path, mmap_mode=mode)
+    except (EOFError, ValueError) as e:
+        raise ValueError(f"{path}: {e}") from e
+
+
+def mapped_text(path: Path) -> mmap.mmap:
+    """The bytes of a file, memory-mapped; ValueError that names it where it is empty."""
+    with open(path, "rb") as f:
+        if os.path.getsize(path) == 0:
+            raise ValueError(f"{path} is empty")
+        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 # ------------------------------------------------------------------------------------------------------------------ ids
 
 class PassageIds:
@@ -90,11 +108,10 @@ class StoredIds(PassageIds):
     """
 
     def __init__(self, folder: Path):
-        with open(folder / "ids.txt", "rb") as f:
-            self._text = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        self._start = np.load(folder / "ids.start.npy", mmap_mode="r")  # (M + 1,) first bytes of the lines
-        self._sorted = np.load(folder / "ids.sorted.npy", mmap_mode="r")  # (M,) rows by ascending id
-        self._place = np.load(folder / "ids.order.npy", mmap_mode="c")  # (M,) its inverse
+        self._text = mapped_text(folder / "ids.txt")
+        self._start = mapped(folder / "ids.start.npy")  # (M + 1,) first bytes of the lines
+        self._sorted = mapped(folder / "ids.sorted.npy")  # (M,) rows by ascending id
+        self._place = mapped(folder / "ids.order.npy", "c")  # (M,) its inverse
         if not len(self._start) - 1 == len(self._sorted) == len(self._place) or self._start[-1] != len(self._text):
             raise ValueError(f"{folder}/ids.txt and its ids.*.npy do not belong together")
 
@@ -226,7 +243,8 @@ class Survey:
     starts: list[tuple[int, int]] = field(default_factory=list)  # of a file: line and byte where each task begins
 
 
-def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, begins: Callable[[int], bool]) -> Survey:
+def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path | None,
+           begins: Callable[[int], bool]) -> Survey:
     """One pass over a corpus that writes its ids into `folder`, unless meta.json says that they are there.
 
     begins: does passage i begin a task (of reading and tokenising, `tokens_of`)?
@@ -247,7 +265,7 @@ def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, begins: 
             yield passage.id
 
     try:
-        there = read_meta(folder) is not None and bool(read_ids(folder))
+        there = folder is None or read_meta(folder) is not None and bool(read_ids(folder))
     except (OSError, ValueError):  # missing or damaged
         there = False
     if there:
@@ -256,6 +274,32 @@ def survey(corpus: str | os.PathLike | Sequence[Passage], folder: Path, begins: 
         write_ids(folder, ids())
     found.fingerprint = h.hexdigest()
     return found
+
+
+def corpus_bytes(corpus: str | os.PathLike | Sequence[Passage]) -> dict:
+    """{"corpus_bytes": size} of a corpus file, for meta.json; nothing of passages that come from no file."""
+    if not isinstance(corpus, (str, os.PathLike)):
+        return {}
+    try:
+        return {"corpus_bytes": os.path.getsize(corpus)}
+    except OSError as e:
+        raise RetrieverError(f"{corpus}: {e.strerror}; give the path of an existing corpus file") from e
+
+
+def check_corpus(folder: Path, corpus: str | os.PathLike, verify: bool = False) -> None:
+    """RetrieverError where the index in `folder` is not of this corpus file: by its size, where the index knows that.
+
+    verify: read the file, and compare what was indexed
+    """
+    meta = read_meta(folder) or {}
+    own, given = meta.get("corpus_bytes"), corpus_bytes(corpus)["corpus_bytes"]
+    changed = f"{own:,} bytes, {given:,} now" if own is not None and own != given else ""
+    if not changed and verify and meta.get("corpus"):
+        own, given = meta["corpus"], survey(corpus, None, lambda i: False).fingerprint
+        changed = f"digest {own[:12]}…, {given[:12]}… now" if own != given else ""
+    if changed:
+        raise RetrieverError(f"the index at {folder} was not built from {corpus} as it is ({changed}); build the index "
+                             "again from this corpus, in a new folder, or give the file it was built from")
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenising

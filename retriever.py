@@ -46,8 +46,8 @@ from config import run, save_config
 from data import Passage, atomic_write, located_lines, located_passages, only_writer
 from distributed import cleanup, setup
 from exact import FAILED, exact_gold_ranks, exact_search, merge_best, place
-from passages import (Hits, PassageIds, RetrieverError, Survey, check_k, check_queries, check_same, gold_positions,
-                      read_ids, read_meta, survey, tokens_of, write_meta)
+from passages import (Hits, PassageIds, RetrieverError, Survey, check_corpus, check_k, check_queries, check_same,
+                      corpus_bytes, gold_positions, mapped, read_ids, read_meta, survey, tokens_of, write_meta)
 from remote import RemoteRetriever, RetrieverAway  # noqa: F401  both are this module's names, too
 
 # ---------------------------------------------------------------- encoders: from here to the next such line this block
@@ -619,7 +619,7 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
                                  "shards": []}
                 write_meta(folder, meta)
             check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
-            return found, meta
+            return found, _note_size(folder, meta, corpus)
 
         found, meta = _on_first_rank(begin)
         spans, listed = _spans(found.count, shard_size), {entry["file"]: entry for entry in meta["shards"]}
@@ -638,6 +638,13 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
             encoded = sum(counts)
         _on_first_rank(lambda: _finish(folder, meta, spans, listed, encoded))
     return replace(open_index(folder), encoded=encoded)
+
+
+def _note_size(folder: Path, meta: dict, corpus: str | os.PathLike | Sequence[Passage]) -> dict:
+    """meta.json with the size of the corpus file, which may have changed though its passages did not."""
+    if (noted := meta | corpus_bytes(corpus)) != meta:
+        write_meta(folder, noted)
+    return noted
 
 
 def _encode_shards(folder: Path, missing: Sequence[tuple[int, range]], source: Iterator[list[np.ndarray]],
@@ -716,7 +723,10 @@ def _check_space(folder: Path, needed: int) -> None:
 def _entry(folder: Path, number: int, listed: dict[str, dict]) -> dict | None:
     """The entry of a shard: beside it while an index is made, in meta.json when it is finished."""
     path = folder / f"shard-{number:05d}.json"
-    return json.loads(path.read_text()) if path.is_file() else listed.get(f"shard-{number:05d}.npy")
+    try:
+        return json.loads(path.read_text()) if path.is_file() else listed.get(f"shard-{number:05d}.npy")
+    except ValueError:  # damaged: the shard is made again
+        return None
 
 
 def _sound(folder: Path, number: int, span: range, listed: dict[str, dict]) -> bool:
@@ -752,11 +762,12 @@ def open_index(folder: str | os.PathLike, model: nn.Module | None = None, tokeni
         raise RetrieverError(f"there is no dense index at {folder}; build it with: python retriever.py kind=dense "
                              f"corpus=FILE encoder=FOLDER index={folder.parent if folder.name == 'dense' else 'OUT'}")
     if not meta["complete"]:
-        done = sum(json.loads(path.read_text())["rows"] for path in folder.glob("shard-*.json"))
+        entries = [_entry(folder, int(path.stem.removeprefix("shard-")), {}) for path in folder.glob("shard-*.json")]
+        done = sum(entry["rows"] for entry in entries if entry)
         raise RetrieverError(f"the index at {folder} is unfinished ({done:,} of {meta['count']:,} passages); run the "
                              "command that builds it again: it goes on there")
     try:  # "c": private pages, so that torch may take the array without a copy; nothing is ever written
-        shards = [np.load(folder / s["file"], mmap_mode="c") for s in meta["shards"]]
+        shards = [mapped(folder / s["file"], "c") for s in meta["shards"]]
         ids = read_ids(folder)
     except (OSError, ValueError) as e:
         raise RetrieverError(f"the index at {folder} is damaged ({e}); run the command that builds it again: it "
@@ -1008,13 +1019,13 @@ class RetrieverConfig:
     across_ranks: bool = False
     """dense, under torchrun: each rank holds its share of the vectors, all ranks search together (task rewrite)"""
     verify: bool = False
-    """compare the checksums of a dense index when it is opened: reads all of it"""
+    """when an index is opened: compare the checksums of a dense one, and corpus with what was indexed; reads all"""
     faiss: str = ""
     """factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32, …); empty: exact search"""
-    nprobe: int = 32
-    """FAISS: lists of an IVF index that a search looks at; saved with the index"""
-    ef_search: int = 128
-    """FAISS: width of the front in an HNSW graph; saved with the index"""
+    nprobe: int | None = None
+    """FAISS: lists of an IVF index that a search looks at; unset: as the index was saved, 32 when it is built"""
+    ef_search: int | None = None
+    """FAISS: width of the front in an HNSW graph; unset: as the index was saved, 128 when it is built"""
     device: str = "auto"
     """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
     k1: float = 0.9
@@ -1079,16 +1090,25 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
             raise RetrieverError(f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
                                  "corpus=FILE encoder=FOLDER index=OUT, then give retriever.index=OUT")
         index = open_index(Path(cfg.index, "dense"), verify=cfg.verify)  # before any model is loaded
-        faiss = FaissIndex(faiss_folder(cfg), faiss_source(index)) if cfg.faiss else None
+        faiss = cfg.faiss and FaissIndex(faiss_folder(cfg), faiss_source(index), cfg.nprobe, cfg.ef_search)
         model, tokenizer, encoder = _load(cfg)
         parts = model, tokenizer, encoder, _batch_tokens(cfg, model)
         if faiss:
             return FaissRetriever(index, faiss, *parts)
         return DenseRetriever(index, *parts, across=cfg.across_ranks and dist.is_initialized())
 
+    same_corpus(cfg, cfg.corpus)
     if cfg.kind == "hybrid":
         return HybridRetriever(dense(), bm25(), cfg.depth, cfg.rrf_k, cfg.weights)
     return dense() if cfg.kind == "dense" else bm25()
+
+
+def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
+    """RetrieverError where a saved index that `cfg` opens was not built from this corpus file as it is now."""
+    for kind in ("dense", "bm25"):
+        folder = Path(cfg.index, kind)
+        if corpus and cfg.index and cfg.kind in (kind, "hybrid") and folder.is_dir():
+            check_corpus(folder, corpus, cfg.verify)
 
 
 def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], analyzer: str = "lucene",
@@ -1099,6 +1119,7 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
         if (meta := read_meta(folder)) is not None:
             found = survey(corpus, folder, lambda i: False)
             check_same(folder, meta, {"corpus": found.fingerprint}, "Choose another folder, or delete this one.")
+            _note_size(folder, meta, corpus)
             return len(BM25Retriever.open(folder, analyzer=analyzer).passage_ids), 0
         total = sum(1 for _ in located_lines(corpus)) if isinstance(corpus, (str, os.PathLike)) else len(corpus)
         progress = Progress(total, f"index {folder}")

@@ -38,8 +38,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Callable, Literal, NoReturn
 
 from config import ConfigError, run
-from data import DataError
-from retriever import FAILED, PassageIds, RetrieverConfig, open_retriever
+from data import DataError, located_lines, located_passages
+from retriever import FAILED, PassageIds, RetrieverConfig, open_retriever, same_corpus
 
 MAX_BODY, MAX_IDS = 64 * 2**20, 100_000  # bytes of a request, ids in one
 
@@ -92,38 +92,29 @@ def check_config(cfg: ServeConfig) -> None:
 
 
 class Texts:
-    """Passages by id, read from the corpus file when asked for: memory holds one offset a passage."""
+    """Passages by id, read from the corpus file when asked for: memory holds 12 bytes a passage."""
 
     def __init__(self, path: str, ids: PassageIds):
-        self.path, self.ids, self.offsets, end = path, ids, array("q"), 0
-        self.file = open(path, "rb")
-        for raw in self.file:
-            columns = raw.decode("utf-8-sig").lower().split("\t") if end == 0 and path.endswith(".tsv") else []
-            if raw.strip() and [column.strip() for column in columns] != ["id", "text", "title"]:
-                self.offsets.append(end)
-            end += len(raw)
+        self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
+        for number, byte, line in located_lines(path):
+            columns = line.lower().split("\t") if number == 1 and path.endswith(".tsv") else []
+            if line.strip() and [column.strip() for column in columns] != ["id", "text", "title"]:
+                self.numbers.append(number)
+                self.offsets.append(byte)
         if len(self.offsets) != len(ids):
             raise DataError(f"{path}: {len(self.offsets):,} passages, but the index has {len(ids):,}; give the file "
                             "that it was built from")
-        self.offsets.append(end)
         for i in range(0, len(ids), max(len(ids) // 100, 1)):
             self.document(ids[i])
 
     def document(self, id_: str) -> dict[str, str]:
         """{"id", "contents"}.  DataError: in its place stands another passage."""
         i = self.ids.position(id_)
-        raw = os.pread(self.file.fileno(), self.offsets[i + 1] - self.offsets[i], self.offsets[i])
-        line = raw.split(b"\n")[0].decode("utf-8-sig").rstrip("\r")
-        if self.path.endswith(".tsv"):
-            row = dict(zip(("id", "text", "title"), line.split("\t")))
-        else:
-            row = json.loads(line)
-        if str(row.get("id")) != id_:
-            raise DataError(f"{self.path}: {row.get('id')!r} stands where the index has {id_!r}; give the file that it "
-                            "was built from")
-        title, text = (row.get("title") or "").strip(), row["text"] if "text" in row else row["contents"]
-        contents = f'"{title}"\n{text}' if title else text
-        return {"id": id_, "contents": contents.encode("utf-16", "surrogatepass").decode("utf-16", "replace")}
+        passage = next((p for _, _, p in located_passages(self.path, (self.numbers[i], self.offsets[i]))), None)
+        if (found := passage and passage.id) != id_:
+            raise DataError(f"{self.path}: {found!r} stands where the index has {id_!r}; give the file that it was built "
+                            "from")
+        return {"id": id_, "contents": f'"{passage.title}"\n{passage.text}' if passage.title else passage.text}
 
 
 class Refused(Exception):
@@ -439,6 +430,7 @@ def main(cfg: ServeConfig) -> dict:
             listener.bind((cfg.host, cfg.port))
         except (OSError, OverflowError) as e:
             raise ConfigError(f"host {cfg.host}, port {cfg.port}: {e}; choose another port, or stop what has it") from e
+    same_corpus(cfg.retriever, cfg.corpus)
     retriever, corpus = open_retriever(cfg.retriever), cfg.corpus or cfg.retriever.corpus
     texts = Texts(corpus, retriever.passage_ids) if corpus else None
     qrels = load_qrels(cfg.qrels, retriever.passage_ids) if cfg.qrels else None

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -727,6 +728,15 @@ def test_faiss_indexes_beside_the_exact_one(tmp_path):
         assert isinstance(r, R.FaissRetriever) and r.faiss.meta["nprobe"] == 7
         if factory == "IVF8,Flat":
             assert r.faiss._index.nprobe == 7
+            cfg.nprobe = 3
+            assert open_retriever(cfg).faiss._index.nprobe == 3  # of this opening
+            cfg.nprobe = None
+            assert open_retriever(cfg).faiss._index.nprobe == 7  # as saved
+        if factory == "HNSW16":
+            cfg.ef_search = 33
+            assert open_retriever(cfg).faiss._index.hnsw.efSearch == 33
+            cfg.ef_search = None
+            assert open_retriever(cfg).faiss._index.hnsw.efSearch == 128
         found = r.search(queries, 10)
         overlap = sum(len({i for i, _ in a} & {i for i, _ in b}) for a, b in zip(found, truth)) / 300
         assert overlap >= least, (factory, overlap)
@@ -734,6 +744,19 @@ def test_faiss_indexes_beside_the_exact_one(tmp_path):
             assert sum(a != b for a, b in zip(r.gold_ranks(queries, golds), ranks)) <= 1  # another order of sums
             assert len(r.search(queries[:1], 5000)[0]) == 400 and r.search([], 3) == [] and r.gold_ranks([], []) == []
             assert r.gold_ranks(queries[:1], [["p0001", "p0000"]], cutoff=1) in ([1], [None])
+    for name in ("nprobe", "ef_search"):
+        with pytest.raises(RetrieverError, match=f"{name} is 0"):
+            R.main(replace(cfg, **{name: 0}))
+        with pytest.raises(RetrieverError, match=f"{name} is 0"):
+            open_retriever(replace(cfg, faiss="Flat", **{name: 0}))
+    file = tmp_path / "i/faiss-Flat/index.faiss"
+    whole, cfg.faiss = file.read_bytes(), "Flat"
+    for damage in (b"", whole[:100], b"x" * len(whole), None):
+        file.write_bytes(damage) if damage is not None else file.unlink()
+        with pytest.raises(RetrieverError, match="faiss-Flat/index.faiss is damaged.*build it again"):
+            open_retriever(cfg)
+    R.main(cfg)  # the build sees that the file is gone
+    assert file.read_bytes() == whole
     cfg.faiss = "IVF9999,Flat"
     with pytest.raises(RetrieverError, match="9999 lists"):
         R.main(cfg)
@@ -860,6 +883,67 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
 def write_corpus(path: Path, corpus: list[Passage]) -> str:
     path.write_text("".join(json.dumps({"id": p.id, "title": p.title, "text": p.text}) + "\n" for p in corpus))
     return str(path)
+
+
+@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
+def test_an_index_of_another_corpus_is_not_opened(tmp_path, kind):
+    tiny_encoder(tmp_path / "e")
+    path, corpus = tmp_path / "c.jsonl", passages(20)
+    cfg = RetrieverConfig(kind=kind, corpus=write_corpus(path, corpus), index=str(tmp_path / "i"),
+                          encoder=str(tmp_path / "e"), device="cpu")
+    R.main(cfg)
+    open_retriever(replace(cfg, verify=True))
+    folder = tmp_path / "i" / ("bm25" if kind == "bm25" else "dense")
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["corpus_bytes"] == path.stat().st_size
+    longer = [*corpus[:-1], Passage(corpus[-1].id, "", "another text, and longer than all others by a good deal")]
+    write_corpus(path, longer)
+    with pytest.raises(RetrieverError, match=f"{folder} was not built from {path}.*again from this corpus"):
+        open_retriever(cfg)
+    open_retriever(replace(cfg, corpus="")) if kind == "bm25" else None
+    write_corpus(path, [Passage(p.id, p.title, p.text.replace("red", "eed")) for p in corpus])
+    open_retriever(cfg)  # as long, and nobody asked to read it
+    with pytest.raises(RetrieverError, match="digest .*again from this corpus"):
+        open_retriever(replace(cfg, verify=True))
+    write_corpus(path, corpus)
+    path.write_text(path.read_text().replace("\n", "\n\n"))  # another file of the same passages
+    with pytest.raises(RetrieverError, match="was not built from"):
+        open_retriever(cfg)
+    assert R.main(cfg)["indexed"] == 0  # the build compares passages and notes the size
+    open_retriever(cfg)
+    for name in ("bm25", "dense"):
+        if (tmp_path / "i" / name).is_dir():  # as an index without the size
+            (tmp_path / "i" / name / "meta.json").write_text(json.dumps(
+                {k: v for k, v in json.loads((tmp_path / "i" / name / "meta.json").read_text()).items()
+                 if k != "corpus_bytes"}))
+    write_corpus(path, longer)
+    open_retriever(cfg)
+    with pytest.raises(RetrieverError, match="nowhere: No such file"):
+        open_retriever(replace(cfg, corpus=str(tmp_path / "nowhere")))
+
+
+def test_empty_and_damaged_files_are_named_and_made_again(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    cfg = RetrieverConfig(kind="hybrid", corpus=write_corpus(tmp_path / "c.jsonl", passages(20)),
+                          index=str(tmp_path / "i"), encoder=str(tmp_path / "e"), device="cpu")
+    R.main(cfg)
+    for folder, opened in ((tmp_path / "i/dense", open_index), (tmp_path / "i/bm25", BM25Retriever.open)):
+        for path in sorted([*folder.glob("*.npy"), *folder.glob("*.txt")]):
+            whole = path.read_bytes()
+            for damage in (b"", b"rubbish", whole[:-1], whole[:40]):
+                path.write_bytes(damage)
+                with pytest.raises(RetrieverError, match=f"{folder} is damaged.*{path.name}.*build"):
+                    opened(folder)
+            if path.name.startswith(("ids.", "shard-")):
+                R.main(cfg)  # begins anew with that file
+                assert path.read_bytes() == whole
+            path.write_bytes(whole)
+    meta = json.loads((tmp_path / "i/dense/meta.json").read_text())
+    (tmp_path / "i/dense/meta.json").write_text(json.dumps(meta | {"complete": False, "shards": []}))
+    (tmp_path / "i/dense/shard-00000.json").write_text("")
+    with pytest.raises(RetrieverError, match="unfinished"):
+        open_index(tmp_path / "i/dense")
+    assert R.main(cfg)["indexed"] == 20
 
 
 def test_main_builds_and_open_retriever_opens(tmp_path):

@@ -464,6 +464,8 @@ def test_a_dense_retriever_is_served_the_same(tmp_path):
 @pytest.mark.parametrize("name,text", [
     ("a.jsonl", '\ufeff{"id": "1", "title": " Ü ", "text": "é\\ud83d x"}\r\n\r\n'
                 '{"id": 2, "contents": "\\"T\\"\\nbody"}\n\n{"id": "3", "title": null, "text": "last"}'),
+    ("numbers.jsonl", '{"id": 1, "title": 1984, "text": "a novel"}\n{"id": 2, "title": "T", "contents": "body"}\n'
+                      '{"id": "3", "text": 2001}'),
     ("b.tsv", '\ufeffid\ttext\ttitle\r\n1\té x\t Ü \r\n\n2\t"body\t\n3\tlast\t'),
 ])
 def test_texts_are_those_of_read_corpus(tmp_path, name, text):
@@ -475,6 +477,9 @@ def test_texts_are_those_of_read_corpus(tmp_path, name, text):
     for p in reversed(passages):
         expected = f'"{p.title}"\n{p.text}' if p.title else p.text
         assert texts.document(p.id) == {"id": p.id, "contents": expected}
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(DataError, match=f"{name}"):
+        texts.document("3")
 
 
 def test_wrong_settings_and_files_are_named_before_anything_is_served(files, tmp_path):
@@ -499,6 +504,18 @@ def test_wrong_settings_and_files_are_named_before_anything_is_served(files, tmp
     with pytest.raises(RetrieverError, match="has no index here"):
         import retriever
         retriever.main(RetrieverConfig(kind="remote", url="http://localhost:1", corpus="c", index="i"))
+
+
+def test_a_corpus_file_that_changed_is_not_served_beside_its_old_index(files, tmp_path):
+    import retriever
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_bytes((files / "corpus.jsonl").read_bytes())
+    retriever.main(RetrieverConfig(corpus=str(corpus), index=str(tmp_path / "i")))
+    corpus.write_text(corpus.read_text().replace("red", "maroon"))
+    for config in (serve.ServeConfig(retriever=RetrieverConfig(index=str(tmp_path / "i")), corpus=str(corpus), port=0),
+                   serve.ServeConfig(retriever=RetrieverConfig(index=str(tmp_path / "i"), corpus=str(corpus)), port=0)):
+        with pytest.raises(RetrieverError, match="i/bm25 was not built from .*c.jsonl"):
+            serve.main(config)
 
 
 def test_a_missing_package_is_named_with_the_requirements_file(tmp_path):
