@@ -26,7 +26,7 @@ FAMILIES = {
     "gpt_neox": {}, "gpt2": GPT2, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "granite": {}, "smollm3": {},
     "starcoder2": {}, "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5}, "ernie4_5": {}, "seed_oss": {"head_dim": 8},
     "qwen2_moe": MOE | {"shared_expert_intermediate_size": 16}, "qwen3_moe": MOE | {"head_dim": 8},
-    "olmo": {}, "gptj": GPT2 | {"rotary_dim": 4}, "codegen": GPT2 | {"rotary_dim": 4}, "gpt_bigcode": GPT2,
+    "olmo": {}, "gpt_bigcode": GPT2,
     "helium": {"head_dim": 8}, "hunyuan_v1_dense": {"head_dim": 8}, "glm": {"head_dim": 8, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 4, "sliding_window": None}, "deepseek_v3": LATENT,
 }
