@@ -287,19 +287,18 @@ def corpus_bytes(corpus: str | os.PathLike | Sequence[Passage]) -> dict:
 
 
 def check_corpus(folder: Path, corpus: str | os.PathLike, verify: bool = False) -> None:
-    """RetrieverError where the index in `folder` is not of this corpus file: by its size, where the index knows that.
+    """RetrieverError where the index in `folder` is not of this corpus file.
 
-    verify: read the file, and compare what was indexed
+    A file of the size that was indexed is taken for the same, and every file by an index that knows no size; else, and
+    with `verify`, it is read, and the passages are compared.
     """
     meta = read_meta(folder) or {}
-    own, given = meta.get("corpus_bytes"), corpus_bytes(corpus)["corpus_bytes"]
-    changed = f"{own:,} bytes, {given:,} now" if own is not None and own != given else ""
-    if not changed and verify and meta.get("corpus"):
-        own, given = meta["corpus"], survey(corpus, None, lambda i: False).fingerprint
-        changed = f"digest {own[:12]}…, {given[:12]}… now" if own != given else ""
-    if changed:
-        raise RetrieverError(f"the index at {folder} was not built from {corpus} as it is ({changed}); build the index "
-                             "again from this corpus, in a new folder, or give the file it was built from")
+    size = corpus_bytes(corpus)["corpus_bytes"]
+    if not verify and meta.get("corpus_bytes", size) == size or "corpus" not in meta:
+        return
+    if survey(corpus, None, lambda i: False).fingerprint != meta["corpus"]:
+        raise RetrieverError(f"the index at {folder} was not built from {corpus} as it is; build the index again from "
+                             "this corpus, in a new folder, or give the file it was built from")
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenising

@@ -616,10 +616,10 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
                       **identity}
             if meta is None:
                 meta = wanted | {"encoder": encoder.name, "query_length": encoder.query_length, "complete": False,
-                                 "shards": []}
+                                 "shards": [], **corpus_bytes(corpus)}
                 write_meta(folder, meta)
             check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
-            return found, _note_size(folder, meta, corpus)
+            return found, meta
 
         found, meta = _on_first_rank(begin)
         spans, listed = _spans(found.count, shard_size), {entry["file"]: entry for entry in meta["shards"]}
@@ -638,13 +638,6 @@ def build_index(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[
             encoded = sum(counts)
         _on_first_rank(lambda: _finish(folder, meta, spans, listed, encoded))
     return replace(open_index(folder), encoded=encoded)
-
-
-def _note_size(folder: Path, meta: dict, corpus: str | os.PathLike | Sequence[Passage]) -> dict:
-    """meta.json with the size of the corpus file, which may have changed though its passages did not."""
-    if (noted := meta | corpus_bytes(corpus)) != meta:
-        write_meta(folder, noted)
-    return noted
 
 
 def _encode_shards(folder: Path, missing: Sequence[tuple[int, range]], source: Iterator[list[np.ndarray]],
@@ -1119,7 +1112,6 @@ def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[P
         if (meta := read_meta(folder)) is not None:
             found = survey(corpus, folder, lambda i: False)
             check_same(folder, meta, {"corpus": found.fingerprint}, "Choose another folder, or delete this one.")
-            _note_size(folder, meta, corpus)
             return len(BM25Retriever.open(folder, analyzer=analyzer).passage_ids), 0
         total = sum(1 for _ in located_lines(corpus)) if isinstance(corpus, (str, os.PathLike)) else len(corpus)
         progress = Progress(total, f"index {folder}")
