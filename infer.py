@@ -128,7 +128,7 @@ def retriever_settings(r: RetrieverConfig) -> dict:
     files = {"corpus": r.corpus, "encoder": r.encoder}
     files |= {f"index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
     free = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout", "retries",
-            "request_queries", "workers", "verify", "across_ranks")
+            "request_queries", "workers", "verify", "across_ranks", *(() if r.faiss else ("nprobe", "ef_search")))
     return ({f"retriever.{key}": named(path) for key, path in files.items()}
             | {f"retriever.{key}": value for key, value in asdict(r).items() if key not in free})
 
