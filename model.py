@@ -110,6 +110,8 @@ def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkp
                              "model")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    odd |= {"attention sinks" for module in model.modules() if hasattr(module, "sinks")}
+    odd |= {"soft-capped attention"} if getattr(model.config, "attn_logit_softcapping", None) else set()
     if odd or model._is_stateful or not model._supports_attention_backend:
         raise ModelError(f"{name}: {type(model).__name__} has layers that are not plain attention"
                          f"{' (' + ', '.join(sorted(odd)) + ')' if odd else ''}: packed sequences and the engine's keys "

@@ -277,6 +277,7 @@ class _KVCache:
         self.at = torch.zeros(rows, dtype=torch.int64, device=device)  # positions in use of each slot
         self.shared = torch.zeros((), dtype=torch.int64, device=device)  # prefix_length, where a kernel finds it
         self.index = torch.arange(rows, device=device)
+        self.attended: set[int] = set()  # layers whose keys and values this pass has written
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # rows → the captured step and its logits
         self.begin(0)
 
@@ -410,6 +411,10 @@ def _attention(
     if kv is None:
         raise RolloutError(f"{type(module).__name__} does not hand on what it is called with; use a Qwen2/2.5/3, Llama "
                            "or SmolLM2 model")
+    if module.layer_idx in kv.attended:
+        raise RolloutError(f"{type(module).__name__} attends twice in a layer, which TorchEngine's cache has one place "
+                           "for; use a Qwen2/2.5/3, Llama or SmolLM2 model")
+    kv.attended.add(module.layer_idx)
     return kv.write(module.layer_idx, query, key, value, scaling).transpose(1, 2), None
 
 
@@ -750,6 +755,7 @@ class TorchEngine:
         """(B, S) ids at (B, S) positions → (B, S, hidden size) last hidden states; keys and values go to the cache."""
         tokens = torch.tensor(ids, device=self.device)
         decoder = self.model.get_decoder()
+        cache.attended.clear()
         with torch.compiler.set_stance("force_eager"):  # prompts have many shapes
             return decoder(input_ids=tokens, position_ids=positions, use_cache=False, kv=cache).last_hidden_state
 
@@ -771,6 +777,7 @@ class TorchEngine:
 
         def compute() -> Tensor:
             decoder = self.model.get_decoder()
+            cache.attended.clear()
             hidden = decoder(
                 input_ids=cache.tokens[:rows, None],
                 position_ids=(cache.at[:rows] + cache.shared)[:, None],
@@ -942,7 +949,8 @@ class VLLMEngine:
             model = AutoModelForCausalLM.from_config(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings
         self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
-        self.shapes |= {name: b.shape for name, b in model.named_buffers() if name in model.state_dict()}
+        kept = model.state_dict().keys()
+        self.shapes |= {name: b.shape for name, b in model.named_buffers() if name in kept}
         parameters = sum(map(math.prod, self.shapes.values()))
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
         self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)

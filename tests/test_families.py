@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import distributed as D
 import grpo
 import model as M
-from rollout import Sampling, TorchEngine, collate_rollouts
+from rollout import RolloutError, Sampling, TorchEngine, collate_rollouts
 
 SHAPE = dict(vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, eos_token_id=2, pad_token_id=0, bos_token_id=1)
@@ -86,3 +86,10 @@ def test_an_update_sees_no_dropout_that_is_a_function(where, family):
     batch = collate_rollouts(rollouts, [1.0, -1.0] * 4, 0)
     stats = grpo.update(policy, M.make_optimizer(policy, 1e-9), grpo.plan_updates(policy, batch, cfg, where), cfg, where)
     assert stats["engine_gap_max"] < 1e-4 and stats["grad_norm"] > 0
+
+
+def test_a_layer_that_attends_twice_is_refused_by_the_engine():
+    """DiffLlama's second call would take the place of the first one's keys and values."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **SHAPE))
+    with pytest.raises(RolloutError, match="attends twice in a layer"):
+        TorchEngine(M.prepare_causal_lm(model), [2], 0).generate([[7, 8, 9]], Sampling(max_tokens=4))

@@ -437,6 +437,7 @@ def test_cuda_equals_cpu(folder):
 @pytest.mark.parametrize("kind, more", [
     ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}), ("mamba", {}), ("falcon_h1", {}),
     ("minimax", {"num_local_experts": 2, "head_dim": 8}), ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ("gpt_oss", {"num_local_experts": 2, "head_dim": 8}), ("gemma2", {"final_logit_softcapping": None}),
     ("falcon", {"alibi": False}), ("bloom", {"n_layer": 2, "n_head": 4}), ("stablelm", {})])
 def test_models_whose_layers_are_not_plain_attention_are_refused(kind, more):
     """Their state would leak from one packed sequence into the next, and be lost between an engine's steps."""
