@@ -124,18 +124,14 @@ class FaissIndex:
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
         self._index = _on_gpus(faiss, index, meta["factory"])
         self._parameters = faiss.ParameterSpace() if self._index is index else faiss.GpuParameterSpace()
-        nprobe = meta["nprobe"] if nprobe is None else nprobe
-        ef_search = meta["ef_search"] if ef_search is None else ef_search
-        _check(nprobe, ef_search)
-        self.set(nprobe, ef_search)
+        self.set(meta["nprobe"] if nprobe is None else nprobe, meta["ef_search"] if ef_search is None else ef_search)
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
+        _check(nprobe, ef_search)
         if self._lists:
-            check_k(nprobe, "nprobe")
             self._parameters.set_index_parameter(self._index, "nprobe", nprobe)
         if "HNSW" in self.meta["factory"]:
-            check_k(ef_search, "ef_search")
             self._parameters.set_index_parameter(self._index, "efSearch", ef_search)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

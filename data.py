@@ -635,17 +635,19 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     template that leaves out another message (of the role system, say): the model would not know what it is to do.
     """
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    answers = {f"\ue000{i}\ue001": m["content"] for i, m in enumerate(chat) if m["role"] == "assistant"}
-    text = render_chat(tokenizer, [m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m
-                                   for i, m in enumerate(chat)], tools)
-    special = control_strings(tokenizer)
-    for mark, answer in answers.items():
-        text = text.replace(mark, defuse(answer, special))
-    shown = "".join(text.split())
-    lost = [m for m in chat if "".join(defuse(m["content"], special).split()) not in shown]
-    if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
-        raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
-                        f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it")
+    marked = [m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m for i, m in enumerate(chat)]
+    text = render_chat(tokenizer, marked, tools)
+    if len(chat) > 1:
+        special = control_strings(tokenizer)
+        contents = [defuse(m["content"], special) for m in chat]
+        for m, content in zip(marked, contents):
+            if m["role"] == "assistant":
+                text = text.replace(m["content"], content)
+        shown = "".join(text.split())
+        lost = [m for m, content in zip(chat, contents) if "".join(content.split()) not in shown]
+        if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
+            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
+                            f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it")
     # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
     text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]

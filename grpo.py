@@ -472,13 +472,16 @@ def policy_loss(policy, micro: MicroBatch, cfg: GRPOConfig, denominator: float) 
 
 
 def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, where: D.Dist) -> dict[str, float]:
-    """An optimizer step for every plan; returns statistics over plans and ranks."""
+    """An optimizer step for every plan; returns statistics over plans and ranks.
+
+    The policy stays in eval mode: nothing may change of what sampled, dropout least of all.
+    """
     if len(plans) > 1:  # with one update the policy has not moved: the pass would give the update's numbers
         with torch.no_grad():
             for micro in (m for plan in plans for m in plan):
                 micro.old_logprobs = M.packed_logprobs(policy, micro.packed, cfg.temperature)
     sums, gap_max = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(())
-    norm, skipped = 0.0, 0  # in eval mode: nothing of the policy that sampled may change, dropout least of all
+    norm, skipped = 0.0, 0
     for plan in plans:
         own = sum(loss_denominator(m.part.loss_mask, cfg.loss_mode, cfg.max_response_tokens) for m in plan)
         (denominator,) = D.all_reduce_sum([own])

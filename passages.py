@@ -286,19 +286,20 @@ def corpus_bytes(corpus: str | os.PathLike | Sequence[Passage]) -> dict:
         raise RetrieverError(f"{corpus}: {e.strerror}; give the path of an existing corpus file") from e
 
 
-def check_corpus(folder: Path, corpus: str | os.PathLike, verify: bool = False) -> None:
-    """RetrieverError where the index in `folder` is not of this corpus file.
+def check_corpus(folders: Iterable[Path], corpus: str | os.PathLike, verify: bool = False) -> None:
+    """RetrieverError where an index in one of `folders` is not of this corpus file.
 
     A file of the size that was indexed is taken for the same, and every file by an index that knows no size; else, and
-    with `verify`, it is read, and the passages are compared.
+    with `verify`, it is read (once), and the passages are compared.
     """
-    meta = read_meta(folder) or {}
     size = corpus_bytes(corpus)["corpus_bytes"]
-    if not verify and meta.get("corpus_bytes", size) == size or "corpus" not in meta:
-        return
-    if survey(corpus, None, lambda i: False).fingerprint != meta["corpus"]:
-        raise RetrieverError(f"the index at {folder} was not built from {corpus} as it is; build the index again from "
-                             "this corpus, in a new folder, or give the file it was built from")
+    metas = {folder: meta for folder in folders if "corpus" in (meta := read_meta(folder) or {})}
+    doubtful = [folder for folder, meta in metas.items() if verify or meta.get("corpus_bytes", size) != size]
+    found = survey(corpus, None, lambda i: False).fingerprint if doubtful else ""
+    for folder in doubtful:
+        if found != metas[folder]["corpus"]:
+            raise RetrieverError(f"the index at {folder} was not built from {corpus} as it is; build the index again "
+                                 "from this corpus, in a new folder, or give the file it was built from")
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenising

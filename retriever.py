@@ -1098,10 +1098,9 @@ def open_retriever(cfg: RetrieverConfig) -> BM25Retriever | DenseRetriever | Hyb
 
 def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
     """RetrieverError where a saved index that `cfg` opens was not built from this corpus file as it is now."""
-    for kind in ("dense", "bm25"):
-        folder = Path(cfg.index, kind)
-        if corpus and cfg.index and cfg.kind in (kind, "hybrid") and folder.is_dir():
-            check_corpus(folder, corpus, cfg.verify)
+    if corpus and cfg.index:
+        folders = [Path(cfg.index, kind) for kind in ("dense", "bm25") if cfg.kind in (kind, "hybrid")]
+        check_corpus([folder for folder in folders if folder.is_dir()], corpus, cfg.verify)
 
 
 def build_bm25(folder: str | os.PathLike, corpus: str | os.PathLike | Sequence[Passage], analyzer: str = "lucene",

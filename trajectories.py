@@ -135,10 +135,9 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     Each stretch is encoded alone, as rollouts are, so no token spans a border.  It is checked that the whole chat
     begins with every shorter one and that every text, call and thought stands in its turn.
     """
-    chat = [_template_form(m, tokenizer, where) for m in messages]
+    chat = _template_form(messages, tokenizer, where)
     written = iter([m for m in chat if m["role"] == "assistant"])
-    trained = iter([int(m.get("weight") not in (0, False) and m.get("loss") not in (0, False))
-                    for m in messages if m["role"] == "assistant"])
+    trained = iter([int(m.get("weight") != 0 and m.get("loss") != 0) for m in messages if m["role"] == "assistant"])
     native = not tools or template_knows_tools(tokenizer, tools)
     if not native:
         chat = chat if chat[0]["role"] == "system" else [{"role": "system", "content": ""}, *chat]
@@ -182,27 +181,31 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     return ids, mask[1:]
 
 
-def _template_form(message: dict, tokenizer, where: str) -> dict:
-    """A message as chat templates take it: calls with arguments as a mapping, nothing in it that would end a turn.
+def _template_form(messages: list[dict], tokenizer, where: str) -> list[dict]:
+    """Messages as chat templates take them: calls with arguments as a mapping, nothing in them that would end a turn.
 
     The model's own text keeps added tokens that are not special, `<think>` and its like: it can write them.
     """
-    model = message["role"] == "assistant"
-    special = data.control_strings(tokenizer) if model else data.special_strings(tokenizer)
-    message = message | {"content": data.without_eos(tokenizer, message["content"])} if model else message
-    out = {key: data.defuse(message[key], special) for key in ("role", "content", "reasoning_content")
-           if isinstance(message.get(key), str)}
-    if calls := message.get("tool_calls"):
-        out["tool_calls"] = []
-        for call in calls:
-            function = call.get("function") or {}
-            arguments = _json(function.get("arguments", {}), "the arguments of a call", where)
-            if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-                raise DataError(f"{where}: a tool call needs a name and a mapping of arguments, not {str(call)[:80]}")
-            arguments = json.loads(data.defuse(json.dumps(arguments, ensure_ascii=False), special))
-            out["tool_calls"].append({"type": "function",
-                                      "function": {"name": function["name"], "arguments": arguments}})
-    return out
+    control, added, chat = data.control_strings(tokenizer), data.special_strings(tokenizer), []
+    for message in messages:
+        model = message["role"] == "assistant"
+        special = control if model else added
+        out = {key: data.defuse(message[key], special) for key in ("role", "reasoning_content")
+               if isinstance(message.get(key), str)}
+        content = data.without_eos(tokenizer, message["content"]) if model else message["content"]
+        out["content"] = data.defuse(content, special)
+        if calls := message.get("tool_calls"):
+            out["tool_calls"] = []
+            for call in calls:
+                function = call.get("function") or {}
+                arguments = _json(function.get("arguments", {}), "the arguments of a call", where)
+                if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+                    raise DataError(f"{where}: a tool call needs a name and a mapping of arguments, not {str(call)[:80]}")
+                arguments = json.loads(data.defuse(json.dumps(arguments, ensure_ascii=False), special))
+                out["tool_calls"].append({"type": "function",
+                                          "function": {"name": function["name"], "arguments": arguments}})
+        chat.append(out)
+    return chat
 
 
 def _check_turn(turn: str, message: dict, template: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
 
 import distributed as D
 import model as M
