@@ -1,10 +1,13 @@
-"""Process group, FSDP2 sharding, collectives and checkpoints: the same path for one process and for many.
+"""Process group, FSDP2 sharding, collectives, checkpoints: one path for one process or many.
 
-Needs torch alone (and huggingface_hub, which comes with transformers, to write the exported weights).
+A leaf: needs torch alone, and what comes with transformers (huggingface_hub, safetensors) to
+export.
 
-A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state (torch.distributed.checkpoint, so
-another number of processes can load it), the RNG state of every rank, and `state.json`.  It is written under a
-temporary name and renamed: a folder with the right name is whole.
+A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state, which another
+number of processes can load (torch.distributed.checkpoint), the RNG state of every rank, and
+`state.json` with a checksum of each file. It is written under a temporary name and renamed: a
+folder with the right name is whole. torch unpickles a part of it, so a checkpoint is code: load
+those of your own runs alone.
 """
 
 from __future__ import annotations
@@ -13,35 +16,42 @@ import atexit
 import contextlib
 import copy
 import gc
-import glob
 import itertools
 import json
 import os
-import pickle
 import random
 import re
 import shutil
 import signal
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
+import torch.distributed as c10d
 import torch.distributed.checkpoint as dcp
-from torch import nn, Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, fully_shard,
-                                    MixedPrecisionPolicy, OffloadPolicy,
-                                    register_fsdp_forward_method)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+
+DEVICE_WAIT = timedelta(minutes=15)  # for collectives of the model: all ranks come to them together
+HOST_WAIT = timedelta(hours=12)  # for the functions of this file: a rank may infer much longer
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read: the message names the folder and the way out."""
+    """A checkpoint or an export that cannot be written or read."""
 
     exit_status = 2
 
@@ -55,76 +65,123 @@ class Dist:
     device: torch.device
 
 
-# ---------------------------------------------------------------------------------------------- process group
+# ---------------------------------------------------------------------------- process group
+
+_host: c10d.ProcessGroup | None = None  # of all ranks, gloo, with HOST_WAIT; None: the default one
+
 
 def setup() -> Dist:
-    """Join the process group that torchrun describes, or make one of a single process; gloo on CPU, NCCL on GPUs."""
+    """Join the process group that torchrun describes, or make one of this process alone."""
+    global _host
     cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return Dist(dist.get_rank(), dist.get_world_size(), device)
+    if not c10d.is_initialized():
+        alone = {} if "RANK" in os.environ else dict(store=c10d.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        c10d.init_process_group(backend, timeout=DEVICE_WAIT, **alone)
+        _host = c10d.new_group(backend="gloo", timeout=HOST_WAIT)
+    return Dist(c10d.get_rank(), c10d.get_world_size(), device)
 
 
-def use_device(where: Dist, threads: int) -> None:
+def use_device(dist: Dist, threads: int) -> None:
     """Make this rank's card the calling thread's, with so many CPU threads for torch.
 
-    CUDA keeps the choice for each thread and begins with card 0; a new thread starts with as many CPU threads as another
-    one has just then (one, inside model.one_thread).
+    CUDA keeps the choice for each thread and begins with card 0; a new thread starts with as many
+    CPU threads as another one has just then (one, inside packing.one_thread).
     """
     torch.set_num_threads(threads)
-    if where.device.type == "cuda":
-        torch.cuda.set_device(where.device)
+    if dist.device.type == "cuda":
+        torch.cuda.set_device(dist.device)
 
 
 def cleanup() -> None:
     """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # gloo's threads are joined once nothing holds the group, and sharded models, full of cycles, do.  A thread that
-        # drops the last collective's tensors while the interpreter goes down aborts the process (2 of 22 runs).
+    global _host
+    if c10d.is_initialized():
+        c10d.destroy_process_group()
+        _host = None
+        # gloo's threads are joined once nothing holds the group, and sharded models, full of
+        # cycles, do. A thread that drops the last collective's tensors while the interpreter goes
+        # down aborts the process (2 of 22 runs).
         atexit.register(gc.collect)
 
 
 def print0(*words: Any) -> None:
     """Print to stdout from rank 0 alone."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _rank() == 0:
         print(*words, flush=True)
+
+
+def _rank() -> int:
+    return c10d.get_rank() if c10d.is_initialized() else 0
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
     """Element-wise float64 sum over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
+    c10d.all_reduce(total, group=_host)
     return total.tolist()
 
 
 def gather_objects(value: Any) -> list[Any]:
     """`value` of every rank, in rank order, on every rank."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
+    out: list[Any] = [None] * c10d.get_world_size()
+    c10d.all_gather_object(out, value, group=_host)
     return out
 
 
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    c10d.broadcast_object_list(box, src=0, group=_host)
     return box[0]
+
+
+def on_rank_0(function: Callable, *args: Any) -> Any:
+    """What `function` returns on rank 0, or raises there, on every rank (a collective)."""
+    if not c10d.is_initialized():
+        return function(*args)
+    result, error = None, None
+    if _rank() == 0:
+        try:
+            result = function(*args)
+        except Exception as e:  # raised below: the others must not be left waiting
+            error = e
+    result, theirs = broadcast_object((result, error))
+    if theirs is not None:
+        raise error or theirs
+    return result
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Within the block the processes of a host work one after the other (a collective).
+
+    Of a model that is loaded and sharded in it a host holds one whole copy at a time.
+    """
+    turn, turns = (
+        int(os.environ.get(f"LOCAL_{key}", v)) for key, v in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    for _ in range(turn):
+        c10d.barrier(group=_host)
+    try:
+        yield
+    finally:
+        for _ in range(turns - turn):
+            c10d.barrier(group=_host)
 
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Within the block SIGTERM and Ctrl-C are noted in a list and the step is finished; a later one stops at once.
+    """Within the block signals are noted in a list and the step is finished; a later one ends it.
 
-    What comes within two seconds is the same one: a scheduler signals workers and torchrun, which passes it on to them.
+    These are SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and, unless nohup has it ignored, SIGHUP. What comes
+    within two seconds is the same one: a scheduler signals workers and torchrun, which passes it
+    on.
     """
     noted: list[int] = []
     first = 0.0
@@ -136,7 +193,10 @@ def noted_signals() -> Iterator[list[int]]:
         if time.monotonic() - first > 2:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:
@@ -145,11 +205,12 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def signal_of_any(noted: list[int]) -> int:
-    """A signal that any rank has noted, 0 if none has (a collective, so that all ranks stop after the same step)."""
+    """A signal that any rank has noted, 0 if none has (a collective)."""
     return max(gather_objects(noted[0] if noted else 0))
 
 
-# ---------------------------------------------------------------------------------------------- sharding
+# ---------------------------------------------------------------------------- sharding
+
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The module list that holds most of the parameters: the decoder layers, in any family."""
@@ -157,36 +218,50 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
-def shard_model(model: nn.Module, where: Dist, bf16: bool = False, gather_once: bool = False,
-                cpu_offload: bool = False) -> nn.Module:
-    """FSDP2 over all ranks, a unit per decoder layer and one for the rest (tied embeddings stay one parameter).
+def shard_model(
+    model: nn.Module,
+    dist: Dist,
+    bf16: bool = False,
+    gather_once: bool = False,
+    cpu_offload: bool = False,
+) -> nn.Module:
+    """FSDP2 over all ranks, a unit per decoder layer and one for the rest (with tied embeddings).
 
-    Parameters stay shards of the dtype they have (float32 where they are trained; the frozen base of a LoRA adapter may
-    be bfloat16); with `bf16` they are cast for compute and gradients are reduced in float32.
-    Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
-    `gather_once`: a layer's weights, once cast and gathered for a forward pass, stay until a backward pass for which
-    `set_reshard_after_backward(True)` holds, or `reshard`: 2 bytes a parameter, and no traffic between micro-batches.
-    `cpu_offload`: shards, their gradients and the optimizer's moments rest in (pinned) host memory.
+    A model on the CPU goes to the device a unit at a time: the card never holds the whole of it.
+    Parameters stay shards of the dtype they have (float32 where they are trained; the frozen base
+    of a LoRA adapter may be bfloat16); with `bf16` they are cast for compute and gradients are
+    reduced in float32. Gradients are averaged over ranks: multiply the loss by the world size where
+    a sum is meant.
+    `gather_once`: a layer's weights, once cast and gathered for a forward pass, stay until a
+    backward pass for which `set_reshard_after_backward(True)` holds, or `reshard`: 2 bytes a
+    parameter, and no traffic between micro-batches.
+    `cpu_offload`: shards, their gradients and the optimizer's moments rest in pinned host memory.
     """
-    mesh = init_device_mesh(where.device.type, (where.world,))
+    mesh = init_device_mesh(dist.device.type, (dist.world,))
     types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
-    policy = MixedPrecisionPolicy(**types)
-    offload = CPUOffloadPolicy(pin_memory=where.device.type == "cuda") if cpu_offload else OffloadPolicy()
-    model.compute_place = where.device, torch.bfloat16 if bf16 else next(model.parameters()).dtype
+    pinned = CPUOffloadPolicy(pin_memory=dist.device.type == "cuda")
+    settings = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(**types),
+        "offload_policy": pinned if cpu_offload else OffloadPolicy(),
+    }
+    model.computes_on = dist.device, torch.bfloat16 if bf16 else next(model.parameters()).dtype
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not gather_once)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, **settings, reshard_after_forward=not gather_once)
+    fully_shard(model, **settings)
     if hasattr(model, "logprobs_forward"):
         register_fsdp_forward_method(model, "logprobs_forward")
     return model
 
 
-_WRAPPERS = re.compile(r"^((module|base_model\.model|_orig_mod|_fsdp_wrapped_module)\.)+"
-                       r"|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
+_WRAPPERS = re.compile(
+    r"^((module|base_model\.model|_orig_mod|_fsdp_wrapped_module)\.)+"
+    r"|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
+)
 
 
 def clean_name(name: str) -> str:
-    """A parameter's Hugging Face name, without what wrappers (compile, DDP, FSDP, checkpointing, PEFT) put into it."""
+    """A parameter's Hugging Face name, without what compile, DDP, FSDP and PEFT put into it."""
     return _WRAPPERS.sub("", name)
 
 
@@ -194,7 +269,7 @@ def full_tensor(value: Tensor) -> Tensor:
     """The whole of a sharded tensor (a collective: every rank calls it), or the tensor itself."""
     if not isinstance(value, DTensor):
         return value
-    if value.device_mesh.size() == 1:  # a tenth of a millisecond each: a model has hundreds, and an engine waits
+    if value.device_mesh.size() == 1:  # 0.1 ms each: a model has hundreds, and an engine waits
         return value.to_local()
     return value.full_tensor()
 
@@ -202,7 +277,7 @@ def full_tensor(value: Tensor) -> Tensor:
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """`named_parameters`, sharded where the model is: the parameters that the optimizer knows.
 
-    After a forward pass without a backward pass FSDP keeps the root's parameters whole, under the same names.
+    After a forward pass without a backward pass FSDP keeps the root's whole, under the same names.
     """
     reshard(model)
     yield from model.named_parameters()
@@ -215,35 +290,41 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-GATHER_BYTES = 2 ** 28  # of weights in one collective: hundreds of small ones are a matter of starting them
+GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones mean waiting for starts
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, tied ones once; some are whole at a time.  A collective.
+def full_parameters(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, tied ones once; some are whole at a
+    time.
 
-    Behind them come the buffers that a checkpoint has (a router's bias), as they are.
-
-    With `dtype` they are cast to it, the shards before they are gathered.
-
-    Of a layer with a LoRA adapter W + scaling · B·A, in float32, each time from the frozen W as it was loaded: nothing
-    is added to it and taken off again, so it never drifts.
+    A collective. Behind them come the buffers that a checkpoint has (a router's bias), as they are.
+    With `dtype` parameters are cast to it, the shards before they are gathered. Of a layer with a
+    LoRA adapter W + scaling · B·A, in float32, each time from the frozen W: it never drifts.
     """
-    adapted = {f"{name}.base_layer.weight": module for name, module in model.named_modules()
-               if hasattr(module, "lora_A")}
-    named = [(name, p.detach()) for name, p in _named_parameters(model) if ".lora_" not in name]
-    parts = [(p.dtype, name in adapted, total // GATHER_BYTES)
-             for (name, p), total in zip(named, itertools.accumulate(p.nbytes for _, p in named))]
-    for (_, merged, _), run in itertools.groupby(zip(named, parts), lambda x: x[1]):
-        names, shards = zip(*(pair for pair, _ in run))
-        values = gather(shards, dtype) if not merged else (
-            _merged(p, adapted[name]).to(dtype or torch.float32) for name, p in zip(names, shards))
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    pairs = [(n, p.detach()) for n, p in _named_parameters(model) if ".lora_" not in n]
+    ends = itertools.accumulate(p.nbytes for _, p in pairs)
+    keys = [(p.dtype, n in adapted, end // GATHER_BYTES) for (n, p), end in zip(pairs, ends)]
+    for (_, merged, _), part in itertools.groupby(zip(pairs, keys), lambda x: x[1]):
+        names, shards = zip(*(pair for pair, _ in part))
+        if merged:
+            layers = (_merged(p, adapted[n]) for n, p in zip(names, shards))
+            values = (w if dtype is None else w.to(dtype) for w in layers)
+        else:
+            values = gather(shards, dtype)
         yield from zip(map(clean_name, names), values)
     kept = model.state_dict().keys()
-    yield from ((clean_name(name), full_tensor(b)) for name, b in model.named_buffers() if name in kept)
+    yield from ((clean_name(n), full_tensor(b)) for n, b in model.named_buffers() if n in kept)
 
 
 def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The whole of every tensor (all of one dtype), cast: sharded ones through one collective."""
+    """The whole of every tensor (any shapes, one dtype), cast: sharded ones in one collective."""
     first = shards[0]
     dtype = dtype or first.dtype
     if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
@@ -255,53 +336,56 @@ def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterat
     own = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
     for part, shard in zip(own.split(sizes), shards):
         local = shard.to_local()
-        part[:local.numel()] = local.flatten()  # cast
+        part[: local.numel()] = local.flatten()  # cast
     every = own.new_empty(world, len(own))
-    dist.all_gather(list(every), own, group=first.device_mesh.get_group())
+    c10d.all_gather(list(every), own, group=first.device_mesh.get_group())
     for part, n, s in zip(every.split(sizes, dim=1), rows, shards):
-        yield part.reshape(world * n, *s.shape[1:])[:s.shape[0]]
+        yield part.reshape(world * n, *s.shape[1:])[: s.shape[0]]
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
     """The weight (out, in) of a LoRA layer with its active adapter added, float32 (a collective)."""
     (name,) = layer.active_adapters
-    a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))  # (r, in), (out, r)
-    return full_tensor(weight).float() + layer.scaling[name] * (b @ a)
+    a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
+    return full_tensor(weight).float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before (nan or inf: not scaled)."""
+    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before.
+
+    A norm that is nan or inf scales nothing.
+    """
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
     if not params:
         return 0.0
-    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))  # whole, before clipping adds its 1e-6
+    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))
     if torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return float(norm)
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- checkpoints
+
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters by name and, by the same names, the optimizer's moments (made here if no step was taken yet).
+    """Trained parameters and, by the same names, the optimizer's moments (made here before step 1).
 
     What is frozen, the base of a LoRA adapter, comes from where it was loaded.
     """
+    fused = bool(optimizer.param_groups[0].get("fused"))
     state: dict = {"model": {}, "optimizer": {}}
     for name, p in _named_parameters(model):
         if p.requires_grad:
             state["model"][name] = p
             moments = optimizer.state[p]
             if not moments:
-                device = p.device if _fused(optimizer) else "cpu"
-                moments.update(step=torch.zeros((), dtype=torch.float32, device=device),
-                               exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                moments.update(
+                    step=torch.zeros((), device=p.device if fused else "cpu"),
+                    exp_avg=torch.zeros_like(p),
+                    exp_avg_sq=torch.zeros_like(p),
+                )
             state["optimizer"][name] = moments
     return state
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
 
 
 def _rng_state() -> dict:
@@ -311,62 +395,85 @@ def _rng_state() -> dict:
     return state
 
 
-def save_checkpoint(run_dir: str, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict,
-                    keep: int = 2) -> str:
-    """Write `run_dir/checkpoint_<step>` (a collective) and remove all but the newest `keep`; returns the folder.
+def save_checkpoint(
+    run_dir: str,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict,
+    keep: int = 2,
+) -> str:
+    """Write `run_dir/checkpoint_<step>` and remove all but the newest `keep`; returns the folder.
 
-    `extra` is JSON-able and comes back from `load_checkpoint`.  CheckpointError on a full disk or an unwritable folder:
-    nothing half-written is left, earlier checkpoints are untouched.
+    A collective. `extra` is JSON-able and stands in `state.json`. CheckpointError on a full disk or
+    an unwritable folder: nothing half-written is left, earlier checkpoints are untouched.
     """
     folder = os.path.join(run_dir, f"checkpoint_{step:06d}")
-    temporary = folder + ".tmp"
-    rank, problem = dist.get_rank(), ""
-    if rank == 0:
-        for left in glob.glob(os.path.join(glob.escape(run_dir), "checkpoint_*.tmp")):  # by a killed run
-            shutil.rmtree(left, ignore_errors=True)
-    dist.barrier()
+    temporary, rank = f"{folder}.tmp", _rank()
+    on_rank_0(clear_temporaries, run_dir)
+    problem, sums = "", {}
     try:
         os.makedirs(temporary, exist_ok=True)
-        dcp.save(_training_state(model, optimizer), checkpoint_id=temporary)
-        with open(os.path.join(temporary, f"rng_rank{rank:03d}.pt"), "wb") as f:
+        dcp.save(_training_state(model, optimizer), checkpoint_id=temporary, process_group=_host)
+        rng = f"rng_rank{rank:03d}.pt"
+        with open(os.path.join(temporary, rng), "wb") as f:
             torch.save(_rng_state(), f)
             f.flush()
             os.fsync(f.fileno())
-        if rank == 0:
-            with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
-                json.dump({"step": step, "world": dist.get_world_size(), **extra}, f, indent=1)
-                f.flush()
-                os.fsync(f.fileno())
-    except (Exception, CheckpointException) as e:  # dcp puts an OSError of any rank into its own, a BaseException
+        for name in os.listdir(temporary):
+            if name == rng or name.startswith(f"__{rank}_") or name == ".metadata" and rank == 0:
+                sums[name] = _checksum(os.path.join(temporary, name))
+    except (Exception, CheckpointException) as e:  # the second is a BaseException
         problem = _reason(e)
         with contextlib.suppress(OSError):  # torch reports a full disk as "unexpected pos"
             if shutil.disk_usage(run_dir).free < 1 << 20 and "No space" not in problem:
                 problem = f"No space left on device: {problem}"
-    if problems := [p for p in gather_objects(problem) if p]:
-        if rank == 0:
+    found = gather_objects((problem, sums))
+
+    def finish() -> None:
+        try:
+            if problems := [p for p, _ in found if p]:
+                raise OSError(problems[0])
+            every = {name: value for _, part in found for name, value in part.items()}
+            state = {"step": step, "world": len(found), **extra, "checksums": every}
+            with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
+                json.dump(state, f, indent=1)
+                f.flush()
+                os.fsync(f.fileno())
+            _replace(temporary, folder)
+            earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]
+            for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+                os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
+                shutil.rmtree(f"{old}.tmp")
+        except OSError as e:
             shutil.rmtree(temporary, ignore_errors=True)
-        dist.barrier()  # nobody leaves, and has torchrun end the others, before it is removed
-        raise CheckpointError(f"checkpoint {folder} could not be written: {problems[0]}; earlier checkpoints are "
-                              "intact: free some disk space and start again, the run resumes from the newest")
-    if rank == 0:
-        _replace(temporary, folder)
-        earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]  # a damaged later one takes no place
-        for old in earlier[:max(0, len(earlier) + 1 - keep)]:
-            os.rename(old, f"{old}.tmp")  # first the name: a kill in the middle leaves nothing that looks whole
-            shutil.rmtree(f"{old}.tmp")
-    dist.barrier()
+            raise CheckpointError(
+                f"checkpoint {folder} could not be written: {_reason(e)}; earlier checkpoints are "
+                "intact: free some disk space and start again, the run resumes from the newest"
+            ) from e
+
+    on_rank_0(finish)
     return folder
 
 
+def _checksum(path: str) -> int:
+    """CRC-32 of a file: it finds damage, not forgery."""
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
 def _reason(e: BaseException) -> str:
-    """In one line what went wrong: the first error of any rank, out of torch.distributed.checkpoint's wrapping."""
+    """In one line what went wrong: the first error of any rank, without torch's wrapping."""
     if isinstance(e, CheckpointException) and e.failures:
         e = next(iter(e.failures.values()))[0]
     return " ".join(str(e).split())[-300:] or type(e).__name__
 
 
 def _replace(temporary: str, folder: str) -> None:
-    """Give a finished folder its name, in place of an older one: what bears the name is whole at any moment."""
+    """Give a finished folder its name, in place of an older one, which comes back if that fails."""
     retired = f"{folder}.old.tmp"
     shutil.rmtree(retired, ignore_errors=True)
     if os.path.isdir(folder):
@@ -380,22 +487,67 @@ def _replace(temporary: str, folder: str) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
+def clear_temporaries(run_dir: str) -> None:
+    """Remove what a killed run left half-written; what it was replacing gets its name back.
+
+    For one process that holds the folder's lock.
+    """
+    for name in os.listdir(run_dir) if os.path.isdir(run_dir) else []:
+        path = os.path.join(run_dir, name)
+        if (left := re.fullmatch(r"(\w+)(\.old)?\.tmp", name)) and os.path.isdir(path):
+            whole = os.path.join(run_dir, left[1])
+            if left[2] and not os.path.exists(whole):
+                os.rename(path, whole)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
+    """Bytes that a run of this model writes to its folder at most.
+
+    A checkpoint has a weight and two moments in float32, 12 bytes a trained parameter; there are
+    `keep` and one that is being written. An export has the model in `dtype`, or the adapter in
+    float32; there are `exports` and one that is being written.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in model.parameters())
+    export = 4 * trained if trained < whole else dtype.itemsize * whole
+    return 12 * trained * (keep + 1) + export * (exports + 1)
+
+
+def check_free_space(folder: str, needed: int) -> None:
+    """Raise CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
+    walk = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+    held = sum(os.lstat(path).st_size for path in walk)
+    there = os.path.abspath(folder)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    free = shutil.disk_usage(there).free
+    if needed - held > free:
+        raise CheckpointError(
+            f"{folder} needs up to {needed / 1e9:,.1f} GB for checkpoints and exports, holds "
+            f"{held / 1e9:,.1f} and its disk has {free / 1e9:,.1f} free; free some space, choose "
+            "another out folder, or lower keep_checkpoints"
+        )
+
+
 def _step(folder: str) -> int:
     return int(folder.rpartition("_")[2])
 
 
 def _checkpoint_folders(run_dir: str) -> list[str]:
     names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
-    return sorted((os.path.join(run_dir, n) for n in names if re.fullmatch(r"checkpoint_\d{6,}", n)), key=_step)
+    found = (os.path.join(run_dir, n) for n in names if re.fullmatch(r"checkpoint_\d{6,}", n))
+    return sorted(found, key=_step)
 
 
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
-    """(folder, its state.json) of the newest checkpoint that is whole and seen by every rank; None if there is none.
+    """(folder, its state.json) of the newest checkpoint that every rank sees; None if there is
+    none.
 
-    A folder with an unreadable state.json is passed over with a warning; if no other is left, CheckpointError: a run
-    never starts again at step 0 over the remains of an earlier one.
+    A collective. A folder with an unreadable state.json is passed over with a warning; if no other
+    is left, CheckpointError: a run never starts at step 0 over the remains of an earlier one.
     """
-    whole: dict[int, tuple[str, dict]] = {}
+    readable: dict[int, tuple[str, dict]] = {}
     folders = _checkpoint_folders(run_dir)
     for folder in folders:
         try:
@@ -403,110 +555,137 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
                 state = json.load(f)
             if not isinstance(state, dict) or state.get("step") != _step(folder):
                 raise ValueError(f"it does not say step {_step(folder)}")
-            whole[_step(folder)] = (folder, state)
+            readable[_step(folder)] = (folder, state)
         except (OSError, ValueError) as e:
-            print(f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it", file=sys.stderr)
-    common = set.intersection(*map(set, gather_objects(sorted(whole))))
+            print(
+                f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it",
+                file=sys.stderr,
+            )
+    common = set.intersection(*map(set, gather_objects(sorted(readable))))
     if not common and any(gather_objects(folders)):
-        raise CheckpointError(f"no checkpoint in {run_dir} is whole and seen by every process "
-                              f"({', '.join(folders) or 'none here'}); move them away to start anew")
-    return whole[max(common)] if common else None
+        raise CheckpointError(
+            f"no checkpoint in {run_dir} is whole and seen by every process "
+            f"({', '.join(folders) or 'none here'}); move them away to start anew"
+        )
+    return readable[max(common)] if common else None
 
 
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer from a checkpoint that any number of ranks wrote; RNG too where this rank has one."""
+    """Fill model, optimizer and, where this rank has one, RNG from a checkpoint of any world size.
+
+    A collective. CheckpointError for a file that is not as it was written (found before anything of
+    it is unpickled), and for a checkpoint of another model.
+    """
+    path = os.path.join(folder, f"rng_rank{_rank():03d}.pt")
+    problem = ""
     try:
-        dcp.load(_training_state(model, optimizer), checkpoint_id=folder)
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
+            sums = json.load(f).get("checksums", {})  # none in those of earlier versions
+        for name in sorted(sums)[_rank() :: c10d.get_world_size()]:
+            if _checksum(os.path.join(folder, name)) != sums[name]:
+                raise ValueError(f"{name} is not what was written")
+    except (OSError, ValueError) as e:
+        problem = _reason(e)
+    try:
+        if problems := [p for p in gather_objects(problem) if p]:
+            raise ValueError(problems[0])
+        dcp.load(_training_state(model, optimizer), checkpoint_id=folder, process_group=_host)
+        rng = torch.load(path, weights_only=True) if os.path.exists(path) else None
     except (Exception, CheckpointException) as e:
-        raise CheckpointError(f"checkpoint {folder} does not load: {_reason(e)}; it is damaged or belongs to another "
-                              "model: remove it to resume from the one before") from e
-    path = os.path.join(folder, f"rng_rank{dist.get_rank():03d}.pt")
-    if os.path.exists(path):
-        try:
-            state = torch.load(path, weights_only=True)
-        except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
-            raise CheckpointError(f"checkpoint {folder} does not load: {path}: {_reason(e)}; it is damaged: remove the "
-                                  "folder to resume from the one before") from e
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        raise CheckpointError(
+            f"checkpoint {folder} does not load: {_reason(e)}; it is damaged or belongs to another "
+            "model: remove it to resume from the one before"
+        ) from e
+    if rng is not None:
+        torch.set_rng_state(rng["torch"])
+        random.setstate(rng["python"])
+        if "cuda" in rng and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rng["cuda"])
 
 
-def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32,
-              notes: dict[str, dict] | None = None) -> None:
-    """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all (a collective).
+# ---------------------------------------------------------------------------- exports
 
-    A LoRA adapter is merged in float32, then rounded to `dtype` once.
-    CheckpointError on a full disk or an unwritable folder: what stood in `folder` before stays.
+
+def export_hf(
+    model: nn.Module,
+    tokenizer,
+    folder: str,
+    dtype: torch.dtype = torch.float32,
+    notes: dict[str, dict] | None = None,
+) -> None:
+    """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all.
+
+    A collective. A LoRA adapter is merged in float32, then rounded to `dtype` once. `notes`:
+    further JSON files by name. CheckpointError on a full disk or an unwritable folder: what stood
+    in `folder` before stays.
     """
     from huggingface_hub import save_torch_state_dict
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
     state = {}
     for name, value in full_parameters(model):
-        if rank == 0:
+        if _rank() == 0:
             state[name] = value.to("cpu", dtype, copy=True)
 
     def write(temporary: str) -> None:
         save_torch_state_dict(state, temporary)
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype, config.use_cache = dtype, True
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
         config.save_pretrained(temporary)
-        if model.generation_config is not None:  # as JSON: save_pretrained refuses what some published models set
+        if model.generation_config is not None:
+            # as JSON: save_pretrained refuses what some published models set
             model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
         tokenizer.save_pretrained(temporary)
 
-    _write_folder(folder, write, notes)
+    on_rank_0(_write_folder, folder, write, notes)
 
 
-def export_adapter(model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None) -> None:
-    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer, whole or not at all (a collective).
+def export_adapter(
+    model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None
+) -> None:
+    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; otherwise as `export_hf`.
 
-    `model.peft_config["default"]` holds its settings, the model it belongs to among them.  CheckpointError as above.
+    `model.peft_config["default"]` holds its settings, the model it belongs to among them.
     """
     from safetensors.torch import save_file
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
     state = {}
     for name, p in _named_parameters(model):
         if ".lora_" in name and p.requires_grad:
             value = full_tensor(p.detach())
-            if rank == 0:
+            if _rank() == 0:
                 key = "base_model.model." + clean_name(name).replace(".default.", ".")
                 state[key] = value.to("cpu", torch.float32, copy=True).contiguous()
 
     def write(temporary: str) -> None:
-        save_file(state, os.path.join(temporary, "adapter_model.safetensors"), metadata={"format": "pt"})
+        weights = os.path.join(temporary, "adapter_model.safetensors")
+        save_file(state, weights, metadata={"format": "pt"})
         settings = copy.copy(model.peft_config["default"])
         settings.inference_mode = True
         settings.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
-    _write_folder(folder, write, notes)
+    on_rank_0(_write_folder, folder, write, notes)
 
 
 def _write_folder(folder: str, write: Callable[[str], None], notes: dict[str, dict] | None) -> None:
-    """Let rank 0 write a folder, with `notes` as JSON files, under a temporary name; the others wait."""
+    """Let `write` fill a folder under a temporary name, add `notes`, and give it its name."""
     from safetensors import SafetensorError
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
-        temporary = f"{folder}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+    temporary = f"{folder}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
         os.makedirs(temporary)
-        try:
-            write(temporary)
-            for name, note in (notes or {}).items():
-                with open(os.path.join(temporary, name), "w", encoding="utf-8") as f:
-                    json.dump(note, f)
-            _replace(temporary, folder)
-        except BaseException as e:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(e, (OSError, SafetensorError)):
-                raise CheckpointError(f"{folder} could not be written: {' '.join(str(e).split())[-300:]}; "
-                                      "an earlier export there is intact: free some disk space and start again") from e
-            raise
-    if dist.is_initialized():
-        dist.barrier()
+        write(temporary)
+        for name, note in (notes or {}).items():
+            with open(os.path.join(temporary, name), "w", encoding="utf-8") as f:
+                json.dump(note, f)
+        _replace(temporary, folder)
+    except BaseException as e:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(e, (OSError, SafetensorError)):
+            raise CheckpointError(
+                f"{folder} could not be written: {_reason(e)}; an earlier export there is intact: "
+                "free some disk space and start again"
+            ) from e
+        raise

@@ -1,135 +1,231 @@
-"""Load a causal language model, with a LoRA adapter where one is wanted; optimizer and learning-rate schedule.
-"""
+"""Load a causal language model, with a LoRA adapter where one is wanted; optimizer and schedule."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
+import pickle
 from collections.abc import Callable
 
 import torch
-import torch._functorch.config
 from safetensors import SafetensorError
-from torch import nn, Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lora import adapter_base, add_adapter, LoRAConfig, merge_adapter, ModelError, _reason
-from packing import _logprobs_forward, compute_place, token_logprobs  # noqa: F401
+from distributed import decoder_layers
+from lora import (
+    LoRAConfig,
+    ModelError,
+    adapter_base,
+    add_adapter,
+    first_line,
+    load_adapter,
+    merge_adapter,
+)
+from packing import _logprobs_forward, compile_function, computes_on, token_logprobs  # noqa: F401
+
+DYNAMIC = None  # torch.compile's: from the second length on the length is a variable; False: never
+BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 
 
-DYNAMIC = None  # torch.compile's: from the second length on, length is a variable; False: each length is compiled
-ACTIVATIONS = 0.99  # share compiled layers keep for the backward pass; the rest is cheap to redo (3B: 8 GiB for 3 %)
+def _reason(path: str, e: Exception) -> str:
+    """Why nothing could be loaded from `path`; the libraries call a missing folder a bad hub name."""
+    if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        return "there is no such folder"
+    return first_line(e)
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a local folder or a hub name."""
+    """The tokenizer of a local folder or a hub name; of an adapter's folder without one its base's.
+
+    ModelError where there is none in files (the library would invent one of a few tokens), and for
+    one with tokens that the model has no embeddings for.
+    """
     base = adapter_base(path)
+    source = base if base and not _tokenizer_files(path, ("tokenizer.json",)) else path
     try:
-        return AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(path) else path)
-    except (OSError, ValueError) as e:
-        raise ModelError(f"no tokenizer at {path!r}: {_reason(path, e)}; give a Hugging Face folder or a reachable hub "
-                         "name") from e
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model = AutoConfig.from_pretrained(base or path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as e:
+        raise ModelError(
+            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder or a "
+            "reachable hub name"
+        ) from e
+    slow = [v for k, v in tokenizer.vocab_files_names.items() if k != "tokenizer_file"]
+    if os.path.isdir(source) and not (
+        _tokenizer_files(source, ("tokenizer.json",)) or slow and _tokenizer_files(source, slow)
+    ):
+        raise ModelError(
+            f"no tokenizer at {source!r}: it has no tokenizer.json"
+            + f" (nor {' and '.join(slow)})" * bool(slow)
+            + "; copy the tokenizer's files from the model's source"
+        )
+    special = set(tokenizer.all_special_tokens)  # padding may lie outside: it is replaced by EOS
+    largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)
+    if largest >= (size := model.get_text_config().vocab_size):
+        raise ModelError(
+            f"the tokenizer at {source!r} has token {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size} that "
+            "the model has embeddings for; use the tokenizer that belongs to the model"
+        )
+    return tokenizer
 
 
-def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
-                   gradient_checkpointing: float = 0.0, lora: LoRAConfig | None = None, seed: int = 0,
-                   keep_start: bool = False, compiled: bool = False) -> nn.Module:
-    """A causal LM from a local folder or a hub name, in eval mode, dropout off; `prepare_causal_lm` for the last words.
+def _tokenizer_files(folder: str, names) -> bool:
+    return all(os.path.exists(os.path.join(folder, name)) for name in names)
 
-    A folder in PEFT's format gives the model it was trained on with the adapter merged into it.  With `lora.r` the
-    model is frozen in `dtype` and has a float32 adapter to train (`add_adapter`): a new one made with `seed`, or, of an
-    adapter's folder, that one.
-    Dropout stays 0 in training too, that of an adapter excepted: the ratio of the first update on a batch is then
-    exactly 1.
-    Raises ModelError for a path that holds no model, for weights that are damaged, missing or of other shapes than the
-    config says (they would be random numbers), and for heads that do more than one matrix product.
+
+def load_causal_lm(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: float = 0.0,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+    keep_start: bool = False,
+    compiled: bool = False,
+    merge: bool = True,
+) -> nn.Module:
+    """A causal LM from a local folder or a hub name, ready for `token_logprobs`
+    (prepare_causal_lm).
+
+    A folder in PEFT's format gives the model it was trained on with the adapter merged into it in
+    float32, or beside it with `merge` false. With `lora.r` the model is frozen in `dtype` and has a
+    float32 adapter to train (`add_adapter`): a new one made with `seed`, or, of an adapter's
+    folder, that one. Dropout stays 0 in training too, that of an adapter excepted: the ratio of the
+    first update on a batch is then exactly 1. ModelError for a path that holds no model, for
+    weights that are damaged, missing or of other shapes than the config says (they would be random
+    numbers), and what prepare_causal_lm refuses.
     """
     base = adapter_base(path) or path
+    trained = lora is not None and lora.r is not None
+    adapted = base != path and not trained
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="sdpa",
-                                                             output_loading_info=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            base,
+            dtype=torch.float32 if adapted else dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except BAD_FILES as e:
         there = f"the base model of {path}" if base != path else "no causal LM"
-        raise ModelError(f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable hub name"
-                         + (" (base_model_name_or_path of its adapter_config.json)" if base != path else "")) from e
+        raise ModelError(
+            f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable hub name"
+            + (" (base_model_name_or_path of its adapter_config.json)" if base != path else "")
+        ) from e
     if report["missing_keys"]:
-        raise ModelError(f"{base}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
-                         f"{min(report['missing_keys'])} first: it is damaged, or the folder of an encoder")
+        raise ModelError(
+            f"{base}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
+            f"{min(report['missing_keys'])} first: it is damaged, or the folder of an encoder"
+        )
     model = prepare_causal_lm(model, base, gradient_checkpointing, compiled)
-    if lora is not None and lora.r is not None:
+    if trained:
         add_adapter(model, lora, path if base != path else "", seed, keep_start)
-    elif base != path:
-        merge_adapter(model, path)
+    elif adapted:
+        load_adapter(model, path)
+        if merge:
+            merge_adapter(model)
+        for name, p in model.named_parameters():
+            if ".lora_" not in name:
+                p.data = p.data.to(dtype)
     return model.to(device)
 
 
-def prepare_causal_lm(model: nn.Module, name: str = "the model", gradient_checkpointing: float = 0.0,
-                      compiled: bool = False) -> nn.Module:
-    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, a forward method for FSDP.
+def prepare_causal_lm(
+    model: nn.Module,
+    name: str = "the model",
+    gradient_checkpointing: float = 0.0,
+    compiled: bool = False,
+) -> nn.Module:
+    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, FSDP's
+    method.
 
-    `gradient_checkpointing`: share of the decoder layers, evenly spread, whose activations are recomputed in the
-    backward pass.  `compiled`: decoder layers and head go through torch.compile (at the first pass, a minute).
-    Raises ModelError for heads that do more than one matrix product; `name` stands in its message.
+    `gradient_checkpointing`: share of the decoder layers, evenly spread, whose activations are
+    recomputed in the backward pass. `compiled`: decoder layers and head go through torch.compile
+    (at the first pass, a minute). ModelError, with `name`, for heads that do more than one matrix
+    product and for layers that are not plain attention.
     """
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise ModelError(f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not "
-                             "head(hidden states), which token_logprobs computes; use a Qwen2/2.5/3, Llama or SmolLM2 "
-                             "model")
+            raise ModelError(
+                f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not "
+                "head(hidden states), which token_logprobs computes; use a Qwen2/2.5/3, Llama or "
+                "SmolLM2 model"
+            )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     odd = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
     odd |= {"attention sinks" for module in model.modules() if hasattr(module, "sinks")}
-    odd |= {"soft-capped attention"} if getattr(model.config, "attn_logit_softcapping", None) else set()
+    odd |= (
+        {"soft-capped attention"}
+        if getattr(model.config, "attn_logit_softcapping", None)
+        else set()
+    )
     if odd or model._is_stateful or not model._supports_attention_backend:
-        raise ModelError(f"{name}: {type(model).__name__} has layers that are not plain attention"
-                         f"{' (' + ', '.join(sorted(odd)) + ')' if odd else ''}: packed sequences and the engine's keys "
-                         "and values know nothing else; use a Qwen2/2.5/3, Llama or SmolLM2 model")
+        found = f" ({', '.join(sorted(odd))})" if odd else ""
+        raise ModelError(
+            f"{name}: {type(model).__name__} has layers that are not plain attention{found}: packed "
+            "sequences and the engine's keys and values know nothing else; use a Qwen2/2.5/3, Llama "
+            "or SmolLM2 model"
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # a module elsewhere, see above
+        if isinstance(
+            getattr(module, "attention_dropout", None), float
+        ):  # a module elsewhere, see above
             module.attention_dropout = 0.0
     model.config.use_cache = False
     model.set_attn_implementation("packed")
     model.compiled_layers = compiled
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    for i, layer in enumerate(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))):  # the decoder layers
+    for i, layer in enumerate(decoder_layers(model)):
         if compiled:
-            # Not the call: FSDP's hooks stay outside.  Not dynamic=True, which makes the head size a variable as well
-            # (flex attention of torch 2.11 does not lower then): the second length makes the length one, and it alone.
-            layer.forward = torch.compile(layer.forward, dynamic=DYNAMIC)
-            torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)  # layouts, two dtypes
-            torch._functorch.config.activation_memory_budget = ACTIVATIONS
+            # Not the call: FSDP's hooks stay outside. Not dynamic=True, which makes the head size a
+            # variable as well (flex attention of torch 2.11 does not lower then).
+            layer.forward = compile_function(layer.forward, DYNAMIC)
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
-    # FSDP gathers parameters around forward(); distributed.shard_model registers this method to be treated alike.
+    # FSDP gathers parameters around forward(), and around this method: shard_model registers it
     model.logprobs_forward = functools.partial(_logprobs_forward, model)
     return model.eval()
 
 
 def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
-    """`forward`, which keeps its inputs alone where a backward pass will follow, and runs again in it."""
+    """`forward`, which keeps its inputs alone where a backward pass will follow, and runs again in
+    it.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _has_tokenizer(folder: str) -> bool:
-    return any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer_config.json", "tokenizer.json"))
-
-
-def make_optimizer(model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.999),
-                   weight_decay: float = 0.01) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, weight decay on all of them (as verl does with its flat parameters)."""
+def make_optimizer(
+    model: nn.Module,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.01,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, weight decay on all of them (as verl does with its flat
+    parameters).
+    """
     params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, lr=lr, betas=betas, eps=1e-8, weight_decay=weight_decay,
-                             fused=compute_place(model)[0].type == "cuda")
+    return torch.optim.AdamW(
+        params,
+        lr=lr,
+        betas=betas,
+        eps=1e-8,
+        weight_decay=weight_decay,
+        fused=computes_on(model)[0].type == "cuda",
+    )
 
 
-def lr_at(step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant") -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then `constant`, or `cosine` / `linear` to 0.
+def lr_at(
+    step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant"
+) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then `constant`, or `cosine`
+    / `linear` to 0.
 
     The first step already moves (1 / warmup_steps of the peak); verl's moves by 0.
     """

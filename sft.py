@@ -45,7 +45,7 @@ from distributed import Dist, print0
 from engines.base import EngineConfig, Sampling
 from episodes import trajectories
 from episodes.episode import ENDED
-from lora import adapter_base, adapter_dropout, adapter_settings, LoRAConfig, ModelError
+from lora import adapter_base, adapter_dropout, LoRAConfig, ModelError
 from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer
 from packing import one_thread, pack, Packed, packed_logprobs
 from prompts import (encode_chat, encode_example, eos_token_ids, INSTRUCTION, pad_token_id,
@@ -600,8 +600,8 @@ def merge(cfg: SFTConfig, where: Dist) -> dict:
     tokenizer, dtype = load_tokenizer(cfg.model), getattr(torch, cfg.export_dtype)
     distributed.export_hf(load_causal_lm(cfg.model), tokenizer, cfg.out, dtype)
     ids = torch.tensor([tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]], device=where.device)
-    logprobs = [load_causal_lm(path, dtype, where.device, lora=lora)(ids).logits[0].float().log_softmax(-1)
-                for path, lora in ((cfg.model, adapter_settings(cfg.model)), (cfg.out, None))]  # (T, V) each
+    logprobs = [load_causal_lm(path, dtype, where.device, merge=False)(ids).logits[0].float().log_softmax(-1)
+                for path in (cfg.model, cfg.out)]  # (T, V) each
     gap = (logprobs[0] - logprobs[1]).gather(-1, logprobs[0].argmax(-1, keepdim=True)).abs().mean().item()
     same = (logprobs[0].argmax(-1) == logprobs[1].argmax(-1)).double().mean().item()
     if not gap <= MERGE_LIMIT[cfg.export_dtype]:

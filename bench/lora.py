@@ -27,7 +27,7 @@ import distributed  # noqa: E402
 import sft  # noqa: E402
 from engines.base import EngineConfig, Sampling  # noqa: E402
 from infer import end_and_pad_ids  # noqa: E402
-from lora import adapter_settings, LoRAConfig, starting_weights  # noqa: E402
+from lora import LoRAConfig, starting_weights  # noqa: E402
 from model import load_causal_lm, load_tokenizer, make_optimizer  # noqa: E402
 from packing import token_logprobs  # noqa: E402
 from prompts import encode_chat, encode_example, eos_token_ids, pad_token_id  # noqa: E402
@@ -109,7 +109,7 @@ def main() -> None:
             out = os.path.join(folder, name)
             found = sft.merge(sft.SFTConfig(stage="merge", model=adapter, out=out, export_dtype=name), distributed.Dist(0, 1, device))
             answers = [greedy(m, prompts, args.tokens) for m in (
-                load_causal_lm(adapter, getattr(torch, name), device, lora=adapter_settings(adapter)),
+                load_causal_lm(adapter, getattr(torch, name), device, merge=False),
                 load_causal_lm(out, getattr(torch, name), device), load_causal_lm(args.model, getattr(torch, name), device))]
             row[name] = {"merge_gap": found["gap"], "same_top_token": found["same"], "prompts": len(prompts),
                          "greedy_equal_to_merged": sum(a == b for a, b in zip(answers[0], answers[1])),

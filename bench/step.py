@@ -50,7 +50,7 @@ def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score
 def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     """grpo.start without files: random weights, random prompts."""
     cuda = where.device.type == "cuda"
-    model.ACTIVATIONS = args.activations
+    packing.ACTIVATIONS = args.activations
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
         model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
@@ -190,7 +190,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3, help="timed steps")
     p.add_argument("--budget", type=int, default=5200, help="micro_batch_tokens")
     p.add_argument("--recompute", type=float, default=0.5, help="gradient_checkpointing, a share of the layers")
-    p.add_argument("--activations", type=float, default=model.ACTIVATIONS, help="of compiled layers, see model.ACTIVATIONS")
+    p.add_argument("--activations", type=float, default=packing.ACTIVATIONS, help="of compiled layers, see packing.ACTIVATIONS")
     p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--tensor-parallel", type=int, default=1, help="processes that hold one copy of vLLM's weights")

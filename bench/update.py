@@ -1,7 +1,7 @@
 """The update alone, on random rollouts of a stated shape: seconds, unique tokens a second, MFU, peak memory, floor.
 
     python bench/update.py --shape 3b --groups 8 --responses 16 --prompt 330 --response 386
-    python bench/update.py … --budget 6656,8192,16384 --recompute 0,0.5,1 --lengths equal,spread --layout auto,whole
+    python bench/update.py … --budget 6656,8192,16384 --recompute 0,0.5,1 --lengths equal,spread --layout auto,varlen
     python bench/update.py … --activations 1,0.99 --key-heads 1,16 --chunk 2048,8192
     python bench/update.py … --out one.json              the same global batch in one process and in two:
     torchrun --nproc-per-node 2 bench/update.py … --against one.json       losses, gradient norms, how much faster
@@ -69,7 +69,8 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
     cuda = where.device.type == "cuda"
     torch._dynamo.reset()
     packing.ROW_MULTIPLE, model.DYNAMIC = args.row_multiple, False if args.static else None
-    packing.CHUNK_TOKENS, packing.KEY_HEADS, model.ACTIVATIONS = setting["chunk"], setting["key_heads"], setting["activations"]
+    packing.CHUNK_TOKENS, packing.KEY_HEADS = setting["chunk"], setting["key_heads"]
+    packing.ACTIVATIONS = setting["activations"]
     packing.FLEX_OPTIONS |= {name: int(value) for name, value in (word.split("=") for word in args.flex.split(",") if word)}
     policy = prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
                                  cuda and not args.eager)
@@ -123,8 +124,8 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
 def kind_of(micro: MicroBatch) -> str:
     """Which layout a micro-batch has."""
     if "cu_seq_lens_q" in micro.packed.inputs:
-        return "whole"
-    return "dense" if isinstance(micro.packed.inputs.get("attention_mask"), torch.Tensor) else "shared"
+        return "varlen"
+    return "padded" if isinstance(micro.packed.inputs.get("attention_mask"), torch.Tensor) else "prefix_shared"
 
 
 def compare(row: dict, others: list[dict], keys: tuple[str, ...]) -> dict:
@@ -171,10 +172,10 @@ def main() -> None:
     p.add_argument("--response", type=int, default=386, help="tokens, the mean where lengths differ")
     p.add_argument("--cap", type=int, default=1024, help="longest response where lengths differ")
     p.add_argument("--lengths", default="equal", help="equal, spread, or both with a comma")
-    p.add_argument("--layout", default="auto", help="auto, shared, whole, dense")
+    p.add_argument("--layout", default="auto", help="auto, prefix_shared, varlen, padded")
     p.add_argument("--budget", default="8192", help="micro_batch_tokens")
     p.add_argument("--recompute", default="0", help="gradient_checkpointing, a share of the layers")
-    p.add_argument("--activations", default=str(model.ACTIVATIONS), help="of compiled layers, see model.ACTIVATIONS; 0.99: "
+    p.add_argument("--activations", default=str(packing.ACTIVATIONS), help="of compiled layers, see packing.ACTIVATIONS; 0.99: "
                    "what costs no matrix product is computed again")
     p.add_argument("--key-heads", default=str(packing.KEY_HEADS), help="of flex attention, see packing.KEY_HEADS; 1: as it is")
     p.add_argument("--chunk", default=str(packing.CHUNK_TOKENS), help="tokens whose logits exist at the same time")

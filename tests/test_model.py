@@ -401,29 +401,6 @@ def test_optimizer_step_is_adamw_by_hand(qwen):
     assert torch.equal(model.model.embed_tokens.weight, frozen)
 
 
-# ------------------------------------------------------------------------------------------------------ alone
-
-def test_model_py_works_copied_alone_into_an_empty_folder(qwen, tmp_path):
-    shutil.copy(ROOT / "model.py", tmp_path)
-    code = f"""
-import sys
-sys.path = [p for p in sys.path if p not in ({str(ROOT)!r}, {str(ROOT / "tests")!r})]
-import torch, model
-lm = model.load_causal_lm({qwen!r})
-tokens = torch.tensor([[7, 8, 9, 10]])
-logprobs = model.token_logprobs(lm, tokens, torch.ones_like(tokens))
-logprobs.sum().backward()
-print(sorted({{m for m in sys.modules}} & {{"config", "data", "distributed", "reward", "retriever", "grpo", "rollout"}}), logprobs.tolist())
-"""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    siblings, values = done.stdout.strip().split(" ", 1)
-    wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float64).eval(), [[7, 8, 9, 10]])
-    assert siblings == "[]"
-    torch.testing.assert_close(torch.tensor(json.loads(values)), torch.tensor(wanted), atol=2e-5, rtol=0)
-
-
 @pytest.mark.gpu
 def test_cuda_equals_cpu(folder):
     rows = sequences()

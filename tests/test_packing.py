@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from engines.base import Rollout
 from model import prepare_causal_lm
 from packing import (BLOCK, block_mask, choose_layout, key_copies, pack, packed_logprobs,
-                     share_prefixes, token_logprobs, unique_tokens, _whole_sequences)
+                     share_prefixes, token_logprobs, unique_tokens, _varlen)
 from rollout import collate_rollouts
 import tiny
 
@@ -58,8 +58,8 @@ def test_every_layout_holds_each_predicting_token_at_its_position(shape):
     batch = batch_of(*shape)
     lengths = batch.attention_mask.sum(-1).tolist()
     shared = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
-    inputs, source = _whole_sequences(batch.tokens, [n - 1 for n in lengths])
-    for tokens, positions, source in [(shared.tokens, shared.position_ids, shared.source), (inputs["input_ids"], inputs["position_ids"], source)]:
+    inputs, source = _varlen(batch.tokens, [n - 1 for n in lengths])
+    for tokens, positions, source in [(shared.tokens, shared.position_ids, shared.state_index), (inputs["input_ids"], inputs["position_ids"], source)]:
         for b, n in enumerate(lengths):
             assert torch.equal(tokens.flatten()[source[b, :n - 1]], batch.tokens[b, :n - 1])
             assert positions.flatten()[source[b, :n - 1]].tolist() == list(range(n - 1))
@@ -74,7 +74,7 @@ def test_flex_attention_gives_the_padded_log_probabilities(kind):
     for shape in SHAPES[:3]:
         batch = batch_of(*shape)
         with torch.no_grad():
-            packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "shared")
+            packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "prefix_shared")
             a = packed_logprobs(model, packed, 0.7)
             b = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
         assert (a - b).abs().max() < 3e-5
@@ -87,21 +87,21 @@ def test_keys_are_repeated_until_there_are_heads_enough():
 
 def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
     model = prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
-    assert choose_layout(model, [700] * 16, 5000) == "dense"
-    model.compute_place = torch.device("cuda"), torch.bfloat16
-    assert choose_layout(model, [716] * 16, 330 + 16 * 386) == "shared"
-    assert choose_layout(model, [400] * 8, 8 * 390) == "whole"
-    model.compute_place = torch.device("cuda"), torch.float32
-    assert choose_layout(model, [400] * 8, 8 * 390) == "shared"
+    assert choose_layout(model, [700] * 16, 5000) == "padded"
+    model.computes_on = torch.device("cuda"), torch.bfloat16
+    assert choose_layout(model, [716] * 16, 330 + 16 * 386) == "prefix_shared"
+    assert choose_layout(model, [400] * 8, 8 * 390) == "varlen"
+    model.computes_on = torch.device("cuda"), torch.float32
+    assert choose_layout(model, [400] * 8, 8 * 390) == "prefix_shared"
     small = prepare_causal_lm(tiny.tiny_lm())  # heads of 8
-    small.compute_place = torch.device("cuda"), torch.bfloat16
-    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "dense"
+    small.computes_on = torch.device("cuda"), torch.bfloat16
+    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "padded"
 
 
 def test_unique_tokens_count_a_prompt_once():
     batch = batch_of(1, 3, 4, 9, 9)
     layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
-    assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.own >= 0).sum())
+    assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.segment_ids >= 0).sum())
 
 
 @pytest.mark.parametrize("share, recomputed", [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 4)])
@@ -152,14 +152,14 @@ def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled)
     for shape in SHAPES:
         batch = batch_of(*shape)
         weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
-        (a, ga), (b, gb), (c, gc) = (gradients(model, batch, layout, weights) for layout in ("shared", "dense", None))
+        (a, ga), (b, gb), (c, gc) = (gradients(model, batch, layout, weights) for layout in ("prefix_shared", "padded", None))
         assert (a - c).abs().max() < 5e-4 and (b - c).abs().max() < 5e-4  # either is up to 1.3e-4 from float64 here
         for x, y, z in zip(ga, gb, gc):
             assert (x - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5 and (y - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["shared", "whole"])
+@pytest.mark.parametrize("layout", ["prefix_shared", "varlen"])
 @pytest.mark.parametrize("compiled, share", [(False, 0.0), (True, 0.5)])
 def test_packed_bfloat16_on_a_gpu_is_as_near_to_float32_as_padded_bfloat16(layout, compiled, share):
     torch._dynamo.reset()
