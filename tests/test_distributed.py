@@ -1,8 +1,7 @@
-"""distributed.py: FSDP equals the plain model on one process and on two; checkpoints survive what happens to disks.
+"""distributed.py: FSDP equals the plain model on one process and two; checkpoints survive what disks do.
 
-One gloo group of one process lives in this pytest process; two processes are started by torchrun, once for all their checks
-(`TWO` below), with the reference computed here by a plain model.  The sync and checkpoint cases of the shared list whose
-feature lives in another file (syn-05, syn-09: test_lora; syn-13, ckp-02: grpo; syn-15: rollout) are tested there.
+One gloo group of one process lives in this pytest process; two processes are started by torchrun, once for all their
+checks (`TWO` below), with the reference computed here by a plain model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 
 
-pytestmark = pytest.mark.usefixtures("where")
+pytestmark = pytest.mark.usefixtures("dist")
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES])
@@ -89,14 +88,14 @@ def same(a, b, atol=0.0):
 
 # ------------------------------------------------------------------------------------------------------ one process
 
-def test_setup_without_torchrun(where):
-    assert where == distributed.Dist(0, 1, torch.device("cpu"))
+def test_setup_without_torchrun(dist):
+    assert dist == distributed.Dist(0, 1, torch.device("cpu"))
     assert distributed.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and distributed.gather_objects({"a": 1}) == [{"a": 1}] and distributed.broadcast_object("x") == "x"
-    assert distributed.setup() == where  # a second call joins the same group
+    assert distributed.setup() == dist  # a second call joins the same group
 
 
-def test_one_process_fsdp_is_the_plain_model(where, folder):
-    plain, sharded = load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), where)
+def test_one_process_fsdp_is_the_plain_model(dist, folder):
+    plain, sharded = load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), dist)
     assert any(isinstance(p, DTensor) for p in sharded.parameters())
     for a, b in zip(token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True), token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True)):
         assert torch.equal(a, b)
@@ -117,8 +116,8 @@ def test_one_process_fsdp_is_the_plain_model(where, folder):
     assert not torch.equal(weights(sharded)["model.norm.weight"], load_causal_lm(folder).model.norm.weight)
 
 
-def test_bf16_compute_keeps_float32_shards(where, qwen):
-    model = distributed.shard_model(load_causal_lm(qwen), where, bf16=True)
+def test_bf16_compute_keeps_float32_shards(dist, qwen):
+    model = distributed.shard_model(load_causal_lm(qwen), dist, bf16=True)
     exact = token_logprobs(load_causal_lm(qwen), TOKENS, MASK).detach()
     got = token_logprobs(model, TOKENS, MASK)
     assert got.dtype == torch.float32 and 0 < float((got.detach() - exact).abs().max()) < 1.5
@@ -126,10 +125,10 @@ def test_bf16_compute_keeps_float32_shards(where, qwen):
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(where, qwen):
+def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(dist, qwen):
     results = []
     for settings in ({}, {"gather_once": True}, {"cpu_offload": True}, {"cpu_offload": True, "gather_once": True}):
-        model = distributed.shard_model(load_causal_lm(qwen), where, **settings)
+        model = distributed.shard_model(load_causal_lm(qwen), dist, **settings)
         optimizer = make_optimizer(model, 0.01)
         for i in range(2):
             for last in (False, True):
@@ -147,22 +146,22 @@ def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(where, 
         same(results[0], other)
 
 
-def test_full_parameters_in_another_dtype(where, qwen):
-    model = distributed.shard_model(load_causal_lm(qwen), where)
+def test_full_parameters_in_another_dtype(dist, qwen):
+    model = distributed.shard_model(load_causal_lm(qwen), dist)
     same({n: t.to(torch.bfloat16) for n, t in distributed.full_parameters(model)}, dict(distributed.full_parameters(model, torch.bfloat16)))
 
 
-def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(where, folder):
+def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(dist, folder):
     names = [n for n, _ in load_causal_lm(folder).named_parameters()]
     on_disk = load_file(os.path.join(folder, "model.safetensors"))
-    model = distributed.shard_model(load_causal_lm(folder, gradient_checkpointing=True), where)
+    model = distributed.shard_model(load_causal_lm(folder, gradient_checkpointing=True), dist)
     got = weights(model)
     assert list(got) == names and ("lm_head.weight" in got) == (not model.config.tie_word_embeddings)
     same(got, {n: on_disk[n] for n in names})
     assert not any(isinstance(t, DTensor) for t in got.values())
 
 
-def test_buffers_of_a_checkpoint_are_exported_and_synced(where, tmp_path):
+def test_buffers_of_a_checkpoint_are_exported_and_synced(dist, tmp_path):
     """A router's bias is no parameter, but a folder without it is damaged."""
     config = DeepseekV3Config(vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, eos_token_id=2,
                               num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
@@ -172,7 +171,7 @@ def test_buffers_of_a_checkpoint_are_exported_and_synced(where, tmp_path):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     with torch.no_grad():
         model.get_buffer(bias).copy_(torch.tensor([0.5, -1.0, 2.0, 0.25]))
-    model = distributed.shard_model(prepare_causal_lm(model), where)
+    model = distributed.shard_model(prepare_causal_lm(model), dist)
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "out"))
     assert torch.equal(load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias))
     engine = TorchEngine(prepare_causal_lm(DeepseekV3ForCausalLM(config)), [2], 0)
@@ -180,8 +179,8 @@ def test_buffers_of_a_checkpoint_are_exported_and_synced(where, tmp_path):
     assert torch.equal(engine.model.get_buffer(bias), model.get_buffer(bias))
 
 
-def test_syn_01_an_engine_with_tied_weights_gets_the_new_head(where, qwen):
-    model = distributed.shard_model(load_causal_lm(qwen), where)
+def test_an_engine_with_tied_weights_gets_the_new_head(dist, qwen):
+    model = distributed.shard_model(load_causal_lm(qwen), dist)
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(1)
     engine = AutoModelForCausalLM.from_pretrained(qwen)
@@ -193,8 +192,8 @@ def test_syn_01_an_engine_with_tied_weights_gets_the_new_head(where, qwen):
     assert torch.equal(engine.lm_head.weight, load_file(os.path.join(qwen, "model.safetensors"))["model.embed_tokens.weight"] + 1)
 
 
-def test_syn_03_a_tied_parameter_counts_once_in_the_norm(where, folder):
-    for model in (load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), where)):
+def test_a_tied_parameter_counts_once_in_the_norm(dist, folder):
+    for model in (load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), dist)):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         grad = torch.zeros_like(load_causal_lm(folder).model.embed_tokens.weight)
@@ -206,7 +205,7 @@ def test_syn_03_a_tied_parameter_counts_once_in_the_norm(where, folder):
         assert float(distributed.full_tensor(p.grad)[5, 1]) == pytest.approx(2.0, abs=1e-5)
 
 
-def test_syn_11_the_small_constant_is_added_once(qwen):
+def test_the_small_constant_is_added_once(qwen):
     model = load_causal_lm(qwen)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -216,8 +215,8 @@ def test_syn_11_the_small_constant_is_added_once(qwen):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_gradients_are_reported_and_left_alone(where, qwen, bad):
-    model = distributed.shard_model(load_causal_lm(qwen), where)
+def test_non_finite_gradients_are_reported_and_left_alone(dist, qwen, bad):
+    model = distributed.shard_model(load_causal_lm(qwen), dist)
     loss_of(model).backward()
     grad = model.model.layers[0].mlp.up_proj.weight.grad
     with torch.no_grad():
@@ -234,10 +233,10 @@ def test_without_gradients_the_norm_is_zero(qwen):
 
 
 @pytest.mark.parametrize("name, clean", [
-    ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),  # syn-07
+    ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),
     ("_orig_mod.model.embed_tokens.weight", "model.embed_tokens.weight"),
     ("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
-    ("_orig_mod.a.weight", "a.weight"), ("module.b.weight", "b.weight"), ("_fsdp_wrapped_module.c.weight", "c.weight"),  # ckp-12
+    ("_orig_mod.a.weight", "a.weight"), ("module.b.weight", "b.weight"), ("_fsdp_wrapped_module.c.weight", "c.weight"),
     ("module._orig_mod.d.weight", "d.weight"), ("_orig_mod.module.d.weight", "d.weight"), ("model.module.x.weight", "model.module.x.weight"),
     ("model.layers.0._orig_mod._checkpoint_wrapped_module.x", "model.layers.0.x"), ("submodule.x", "submodule.x"),
     ("model.my_orig_mod.x", "model.my_orig_mod.x"), ("model.base_model.model.x", "model.base_model.model.x")])
@@ -245,7 +244,7 @@ def test_names(name, clean):
     assert distributed.clean_name(name) == clean == distributed.clean_name(clean)
 
 
-def test_ckp_12_a_compiled_models_names_load_into_a_plain_one(qwen):
+def test_a_compiled_models_names_load_into_a_plain_one(qwen):
     wrapped = torch.nn.Module()
     wrapped.add_module("_orig_mod", load_causal_lm(qwen))
     state = dict(distributed.full_parameters(wrapped))
@@ -260,20 +259,20 @@ def rng_draws():
     return torch.rand(3).tolist(), random.random()
 
 
-def test_resume_is_bit_equal(where, folder, tmp_path):
+def test_resume_is_bit_equal(dist, folder, tmp_path):
     torch.manual_seed(5)
     random.seed(5)
-    model, optimizer = trained(folder, 2, where)
+    model, optimizer = trained(folder, 2, dist)
     path = distributed.save_checkpoint(str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"})
     assert path == str(tmp_path / "checkpoint_000002")
     saved, draws = weights(model), rng_draws()
     step(model, optimizer, 2)
     further = weights(model)
 
-    other, fresh = trained(folder, 0, where)
+    other, fresh = trained(folder, 0, dist)
     torch.manual_seed(99)
     found = distributed.latest_checkpoint(str(tmp_path))
-    assert found == (path, {"step": 2, "world": 1, "best": 0.5, "note": "é"})
+    assert found[0] == path and found[1].items() >= {"step": 2, "world": 1, "best": 0.5, "note": "é"}.items()
     distributed.load_checkpoint(path, other, fresh)
     same(weights(other), saved)
     assert rng_draws() == draws
@@ -282,10 +281,10 @@ def test_resume_is_bit_equal(where, folder, tmp_path):
     assert not torch.equal(saved["model.norm.weight"], further["model.norm.weight"])
 
 
-def test_optimizer_moments_are_restored_not_only_weights(where, qwen, tmp_path):
-    model, optimizer = trained(qwen, 3, where)
+def test_optimizer_moments_are_restored_not_only_weights(dist, qwen, tmp_path):
+    model, optimizer = trained(qwen, 3, dist)
     path = distributed.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
-    other, fresh = trained(qwen, 1, where)
+    other, fresh = trained(qwen, 1, dist)
     distributed.load_checkpoint(path, other, fresh)
     for p, q in zip(model.parameters(), other.parameters()):
         a, b = optimizer.state[p], fresh.state[q]
@@ -294,17 +293,17 @@ def test_optimizer_moments_are_restored_not_only_weights(where, qwen, tmp_path):
             assert torch.equal(distributed.full_tensor(a[key]), distributed.full_tensor(b[key])) and distributed.full_tensor(a[key]).any()
 
 
-def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp_path):
+def test_a_forward_pass_without_a_backward_pass_hides_nothing(dist, folder, tmp_path):
     """FSDP then keeps the root's parameters whole, other objects than the optimizer's: their moments were saved as zeros."""
     def look(model):
         with torch.no_grad():
             return loss_of(model)
 
-    model, optimizer = trained(folder, 3, where)
+    model, optimizer = trained(folder, 3, dist)
     look(model)
     path = distributed.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
     assert len(optimizer.state) == len(list(model.parameters()))
-    other, fresh = trained(folder, 0, where)
+    other, fresh = trained(folder, 0, dist)
     look(other)
     distributed.load_checkpoint(path, other, fresh)
     assert torch.equal(look(other), look(model))
@@ -320,16 +319,16 @@ def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp
     assert distributed.clip_grad_norm(model, 1.0) == pytest.approx(distributed.clip_grad_norm(plain, 1.0), rel=1e-4)
 
 
-def test_saving_before_the_first_step_changes_nothing(where, qwen, tmp_path):
-    model, optimizer = trained(qwen, 0, where)
+def test_saving_before_the_first_step_changes_nothing(dist, qwen, tmp_path):
+    model, optimizer = trained(qwen, 0, dist)
     distributed.save_checkpoint(str(tmp_path), 0, model, optimizer, {})
     step(model, optimizer, 2)
-    same(weights(model), weights(trained(qwen, 2, where)[0]))
+    same(weights(model), weights(trained(qwen, 2, dist)[0]))
 
 
 @pytest.fixture()
-def saver(where, qwen):
-    model, optimizer = trained(qwen, 1, where)
+def saver(dist, qwen):
+    model, optimizer = trained(qwen, 1, dist)
     return lambda run_dir, n, **kw: distributed.save_checkpoint(str(run_dir), n, model, optimizer, {"mark": n}, **kw), model, optimizer
 
 
@@ -361,14 +360,14 @@ def test_the_same_step_is_replaced(saver, tmp_path):
     assert names(tmp_path) == ["checkpoint_000001"]
 
 
-def test_no_checkpoint_yet(where, tmp_path):
+def test_no_checkpoint_yet(dist, tmp_path):
     (tmp_path / "checkpoint_12").mkdir()
     (tmp_path / "checkpoint_000012.tmp").mkdir()
     assert distributed.latest_checkpoint(str(tmp_path)) is None and distributed.latest_checkpoint(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize("content", ['{"step": 12', "", "[]", '{"step": 11}', "{}", None])
-def test_ckp_10_corrupt_state_file(saver, tmp_path, capsys, content):
+def test_a_corrupt_state_file_is_passed_over(saver, tmp_path, capsys, content):
     save = saver[0]
     save(tmp_path, 10)
     save(tmp_path, 12)
@@ -384,7 +383,7 @@ def test_ckp_10_corrupt_state_file(saver, tmp_path, capsys, content):
 
 
 @pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
-def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, where, qwen, tmp_path, what):
+def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_path, what):
     path = Path(saver[0](tmp_path, 1))
     shards = sorted(path.glob("*.distcp"))
     assert shards
@@ -402,16 +401,16 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, where, qwen, tmp_
     if what == "another model":
         source = str(tmp_path / "lm")
         tiny.tiny_lm(source, hidden_size=64)
-    model, optimizer = trained(source, 0, where)
+    model, optimizer = trained(source, 0, dist)
     with pytest.raises(distributed.CheckpointError, match=str(path)):
         distributed.load_checkpoint(str(path), model, optimizer)
 
 
-def test_ckp_08_disk_full(saver, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_earlier_checkpoints(saver, tmp_path, monkeypatch):
     save = saver[0]
     save(tmp_path, 1)
     small = None
-    if os.geteuid() == 0:  # a real full disk where mounting is allowed
+    if os.geteuid() == 0:  # a real full disk dist mounting is allowed
         small = tmp_path / "small"
         small.mkdir()
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(small)], capture_output=True).returncode:
@@ -473,8 +472,8 @@ KILLED = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save_and_die(when, run):
-        where = distributed.setup()
-        lm = distributed.shard_model(load_causal_lm({lm!r}), where)
+        dist = distributed.setup()
+        lm = distributed.shard_model(load_causal_lm({lm!r}), dist)
         optimizer = make_optimizer(lm, 0.01)
         distributed.save_checkpoint(run, 1, lm, optimizer, {{}})
         rename = os.rename
@@ -507,13 +506,13 @@ def killed(qwen, tmp_path_factory):
 
 
 @pytest.mark.parametrize("when, newest", [("data", 1), ("rename", 1), ("cleaning", 2)])
-def test_ckp_06_kill_in_the_middle_of_a_save(where, qwen, killed, saver, when, newest):
+def test_ckp_06_kill_in_the_middle_of_a_save(dist, qwen, killed, saver, when, newest):
     run = killed / when
     left = [n for n in names(run) if n != f"checkpoint_{newest:06d}"]
     assert left and all(n.endswith(".tmp") for n in left)  # something is there, and it bears no checkpoint's name
     found, state = distributed.latest_checkpoint(str(run))
     assert state["step"] == newest
-    model, optimizer = trained(qwen, 0, where)
+    model, optimizer = trained(qwen, 0, dist)
     distributed.load_checkpoint(found, model, optimizer)
     saver[0](run, 3)
     assert names(run) == [f"checkpoint_{newest:06d}", "checkpoint_000003"]  # the next save sweeps it up
@@ -528,8 +527,8 @@ def test_ckp_02_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path
 
 # ------------------------------------------------------------------------------------------------------ export
 
-def test_export_loads_in_stock_transformers(where, folder, tmp_path):
-    model, _ = trained(folder, 2, where)
+def test_export_loads_in_stock_transformers(dist, folder, tmp_path):
+    model, _ = trained(folder, 2, dist)
     wanted = weights(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     distributed.export_hf(model, tokenizer, str(tmp_path / "final"))
@@ -554,8 +553,8 @@ def test_export_loads_in_stock_transformers(where, folder, tmp_path):
     assert again.eos_token_id == tokenizer.eos_token_id
 
 
-def test_export_dtype_leaves_the_trainer_alone(where, qwen, tmp_path):
-    model, _ = trained(qwen, 0, where)
+def test_export_dtype_leaves_the_trainer_alone(dist, qwen, tmp_path):
+    model, _ = trained(qwen, 0, dist)
     with torch.no_grad():
         model.model.norm.weight.fill_(1.001)
     before = weights(model)
@@ -573,8 +572,8 @@ def test_export_of_an_unsharded_model_from_a_bare_config(tmp_path):
     assert json.loads((tmp_path / "x" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
-def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(where, qwen, tmp_path):
-    model, _ = trained(qwen, 0, where)
+def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(dist, qwen, tmp_path):
+    model, _ = trained(qwen, 0, dist)
     model.generation_config = GenerationConfig(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[2, 4])
     with pytest.raises(ValueError):
         model.generation_config.save_pretrained(tmp_path)
@@ -584,8 +583,8 @@ def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(
 
 
 @pytest.mark.parametrize("where_it_fails", ["weights", "tokenizer", "rename"])
-def test_a_failing_export_leaves_the_previous_one(where, qwen, tmp_path, monkeypatch, where_it_fails):
-    model, optimizer = trained(qwen, 0, where)
+def test_a_failing_export_leaves_the_previous_one(dist, qwen, tmp_path, monkeypatch, where_it_fails):
+    model, optimizer = trained(qwen, 0, dist)
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     target = tmp_path / "best"
     distributed.export_hf(model, tokenizer, str(target))
@@ -622,17 +621,17 @@ from model import load_causal_lm, make_optimizer, token_logprobs
 import test_distributed as T
 
 
-def check(where, lm, out):
-    rank = where.rank
-    facts = {"rank": rank, "world": where.world, "sum": distributed.all_reduce_sum([rank + 1, 0.5]), "gathered": distributed.gather_objects(chr(97 + rank)),
+def check(dist, lm, out):
+    rank = dist.rank
+    facts = {"rank": rank, "world": dist.world, "sum": distributed.all_reduce_sum([rank + 1, 0.5]), "gathered": distributed.gather_objects(chr(97 + rank)),
              "broadcast": distributed.broadcast_object({"from": rank})}
     distributed.print0(f"printed by {rank}")
 
     # one step: each rank has half of the rows; FSDP averages gradients, so the loss is multiplied by the world size
-    model = distributed.shard_model(load_causal_lm(lm), where)
+    model = distributed.shard_model(load_causal_lm(lm), dist)
     optimizer = make_optimizer(model, 0.01)
     mine = slice(2 * rank, 2 * rank + 2)
-    (T.loss_of(model, mine) * where.world).backward()
+    (T.loss_of(model, mine) * dist.world).backward()
     grads = {distributed.clean_name(n): distributed.full_tensor(p.grad) for n, p in model.named_parameters()}
     facts["norm"] = distributed.clip_grad_norm(model, 0.5)
     optimizer.step()
@@ -643,7 +642,7 @@ def check(where, lm, out):
         torch.save({"grads": grads, "stepped": stepped}, out + "/step.pt")
     facts["logprobs"] = distributed.gather_objects(logprobs.tolist())
 
-    # syn-11: the constant is added once, not once a rank
+    # the constant is added once, not once a rank
     model.reshard()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -660,7 +659,7 @@ def check(where, lm, out):
     draws = torch.rand(2).tolist()
     def further():
         optimizer.zero_grad()
-        (T.loss_of(model, mine) * where.world).backward()
+        (T.loss_of(model, mine) * dist.world).backward()
         optimizer.step()
         return T.weights(model)
     once = further()
@@ -687,7 +686,7 @@ def check(where, lm, out):
     facts["odd rows"] = [torch.equal(x.to(dtype), y) and y.dtype == dtype for dtype in (torch.float32, torch.bfloat16)
                          for x, y in zip([s.full_tensor() for s in odd], distributed.gather(odd, dtype))]
 
-    # ckp-14: ranks that see different folders; ckp-08 on one rank alone
+    # ranks that see different folders; a full disk on one rank alone
     own = out + f"/own{rank}"
     for n in [10, 20] if rank == 0 else [10]:
         os.makedirs(own + f"/checkpoint_{n:06d}")
@@ -717,20 +716,20 @@ def check(where, lm, out):
     json.dump(facts, open(out + f"/facts{rank}.json", "w"))
 
 
-where = distributed.setup()
+dist = distributed.setup()
 for folder in sys.argv[3:]:
-    check(where, folder + "/lm", folder)
+    check(dist, folder + "/lm", folder)
 distributed.cleanup()
 """
 
 
 @pytest.fixture(scope="module")
-def torchrun(where, tmp_path_factory):
+def torchrun(dist, tmp_path_factory):
     """One start of two processes for all families; a family's folder by its place in PAIRS, and what was printed."""
     out = tmp_path_factory.mktemp("two")
     for i, family in enumerate(PAIRS):
         tiny.tiny_lm(out / str(i) / "lm", *family, seed=3)
-        distributed.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, where), {"mark": "one"})
+        distributed.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, dist), {"mark": "one"})
     (out / "two.py").write_text(TWO)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(out / "two.py"),
                            str(ROOT), str(ROOT / "tests"), *(str(out / str(i)) for i in range(len(PAIRS)))],
@@ -743,7 +742,7 @@ PAIRS = [("qwen2", True), ("llama", False)]
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["qwen2-tied", "llama-untied"])
-def two(request, where, torchrun):
+def two(request, dist, torchrun):
     """(facts of both ranks, the folder they wrote to)."""
     out = torchrun[0] / str(request.param)
     return [json.loads((out / f"facts{r}.json").read_text()) for r in (0, 1)], out
@@ -787,10 +786,10 @@ def test_two_processes_gather_weights_of_any_shape_many_at_a_time(two):
         assert facts["few at a time"] == [True, True] and facts["odd rows"] == [True] * 8
 
 
-def test_ckp_04_written_by_one_loaded_by_two(where, two):
+def test_written_by_one_loaded_by_two(dist, two):
     out = two[1]
-    model, optimizer = trained(str(out / "lm"), 2, where)
-    assert all(facts["from one"] == {"step": 2, "world": 1, "mark": "one"} for facts in two[0])
+    model, optimizer = trained(str(out / "lm"), 2, dist)
+    assert all(facts["from one"].items() >= {"step": 2, "world": 1, "mark": "one"}.items() for facts in two[0])
     theirs = torch.load(out / "from_one.pt")
     same(theirs["from_one"], weights(model))
     optimizer.zero_grad()
@@ -799,8 +798,8 @@ def test_ckp_04_written_by_one_loaded_by_two(where, two):
     same(theirs["after"], weights(model), atol=2e-5)
 
 
-def test_ckp_04_written_by_two_loaded_by_one(where, two):
-    model, optimizer = trained(str(two[1] / "lm"), 0, where)
+def test_written_by_two_loaded_by_one(dist, two):
+    model, optimizer = trained(str(two[1] / "lm"), 0, dist)
     path, state = distributed.latest_checkpoint(str(two[1] / "run2"))
     assert (state["step"], state["world"], state["mark"]) == (1, 2, "two")
     distributed.load_checkpoint(path, model, optimizer)
@@ -808,7 +807,7 @@ def test_ckp_04_written_by_two_loaded_by_one(where, two):
     assert all(float(s["step"]) == 1 for s in optimizer.state.values())
 
 
-def test_ckp_14_all_ranks_agree(two):
+def test_all_ranks_agree(two):
     for facts in two[0]:
         assert facts["agreed"] == 10 and "seen by every process" in facts["disagreed"]
 
