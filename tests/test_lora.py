@@ -1,10 +1,11 @@
 """LoRA: adapters beside a frozen model, the reference with the adapter off, merged weights in engines and files, PEFT's
-format both ways, FSDP on one and two processes, SFT and GRPO whole runs; the reported cases syn-05 and syn-09."""
+format both ways, FSDP on one and two processes, SFT and GRPO whole runs."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,9 @@ import distributed
 import grpo
 import infer
 import sft
+import training
 from engines.base import EngineConfig, Sampling
-from lora import (adapter_base, adapter_settings, add_adapter, LoRAConfig, ModelError,
-                  starting_weights)
+from lora import LoRAConfig, ModelError, adapter_base, add_adapter, starting_weights
 from model import load_causal_lm, load_tokenizer, make_optimizer
 from packing import token_logprobs
 from prompts import encode_example, response_text
@@ -50,7 +51,7 @@ def on_the_cpu(request, monkeypatch):
 
 
 @pytest.fixture
-def where(on_the_cpu):
+def dist(on_the_cpu):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
@@ -208,9 +209,57 @@ def test_what_peft_exports_loads_here(qwen, tmp_path, rslora):
         logits = theirs(TOKENS).logits
         merged = load_causal_lm(str(tmp_path / "a"))
         assert (merged(TOKENS).logits - logits).abs().max() < 1e-5 and not any(".lora_" in n for n, _ in merged.named_parameters())
-        unmerged = load_causal_lm(str(tmp_path / "a"), lora=adapter_settings(str(tmp_path / "a")))
+        unmerged = load_causal_lm(str(tmp_path / "a"), merge=False)
         assert torch.equal(unmerged(TOKENS).logits, logits)
     assert load_tokenizer(str(tmp_path / "a")).get_vocab() == load_tokenizer(qwen).get_vocab()  # the base's: it has none
+
+
+def peft_adapter(base, folder, **settings):
+    """An adapter that peft made, trained a little and wrote; returns its logits."""
+    settings = dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") | settings
+    torch.manual_seed(1)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_B" in name:
+                p += 0.1 * torch.randn(p.shape)
+        theirs.save_pretrained(folder)
+        again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        assert torch.allclose(again(TOKENS).logits, theirs(TOKENS).logits, atol=1e-4)
+        return theirs(TOKENS).logits
+
+
+@pytest.mark.parametrize("settings", [
+    dict(init_lora_weights="pissa"), dict(init_lora_weights="olora"), dict(init_lora_weights="orthogonal"),
+    dict(init_lora_weights="gaussian", use_rslora=True), dict(use_dora=True), dict(rank_pattern={"down_proj": 2}),
+    dict(alpha_pattern={"q_proj": 20}), dict(layers_to_transform=[1]), dict(exclude_modules="model.layers.0.mlp.down_proj"),
+    dict(init_lora_weights="pissa", use_rslora=True)], ids=lambda s: ",".join(s) + "=" + str([*s.values()][0]))
+def test_what_an_adapters_settings_say_is_honoured(qwen, tmp_path, settings):
+    """Of pissa and olora the base weights are changed too, of DoRA the lengths of rows."""
+    logits = peft_adapter(qwen, tmp_path / "a", **settings)
+    path = tmp_path / "a" / "adapter_config.json"  # a later peft writes fields that are off
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"a_field_of_tomorrow": None, "another": False}))
+    with torch.no_grad():
+        for merge in (True, False):
+            ours = load_causal_lm(str(tmp_path / "a"), merge=merge)(TOKENS).logits
+            assert (ours - logits).abs().max() < 1e-4
+    base = load_causal_lm(qwen)(TOKENS).logits
+    assert (logits - base).abs().max() > 0.1
+    result = sft.main(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "m")))
+    assert result["gap"] < 1e-4 and result["same"] > 0.9
+
+
+@pytest.mark.parametrize("settings", [dict(init_lora_weights="pissa"), dict(use_dora=True), dict(alpha_pattern={"q_proj": 20})])
+def test_an_adapter_that_is_no_plain_product_is_merged_but_not_trained_further(qwen, tmp_path, settings):
+    peft_adapter(qwen, tmp_path / "a", **settings)
+    with pytest.raises(ModelError, match=f"{[*settings][0]}=.* is not supported here.*stage=merge"):
+        load_causal_lm(str(tmp_path / "a"), lora=LoRAConfig(r=4, alpha=6, target="q_proj,down_proj"))
+
+
+def test_merging_rounds_once(qwen, exported):
+    """W + scaling B A in float32, then bfloat16: not a rounded sum of rounded parts."""
+    exact, half = (dict(load_causal_lm(exported[1], dtype).named_parameters()) for dtype in (torch.float32, torch.bfloat16))
+    assert all(torch.equal(exact[n].to(torch.bfloat16), half[n]) for n in exact)
 
 
 def test_greedy_outputs_of_merged_and_unmerged_agree(qwen, exported, tmp_path):
@@ -244,9 +293,16 @@ def test_merge_command(qwen, exported, tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(use_dora=True), "use_dora=True is more than one B"), (dict(peft_type="LOHA"), "peft_type='LOHA'"),
-    (dict(modules_to_save=["lm_head"]), "modules_to_save"), (dict(base_model_name_or_path=None), "names no base_model"),
-    (dict(base_model_name_or_path="nowhere/at/all"), "the base model of .* at 'nowhere/at/all'"), (None, "is damaged")])
+    (dict(use_dora=True), "lora_magnitude_vector"), (dict(peft_type="LOHA"), "peft_type='LOHA'"),
+    (dict(base_model_name_or_path=None), "names no base_model"), (None, "is damaged"),
+    (dict(base_model_name_or_path="nowhere/at/all"), "the base model of .* at 'nowhere/at/all'"),
+    *[({key: value}, f"{key}={re.escape(repr(value))} is not supported") for key, value in (
+        ("modules_to_save", ["lm_head"]), ("bias", "all"), ("fan_in_fan_out", True), ("lora_bias", True),
+        ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "loftq"), ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"), ("init_lora_weights", "of_tomorrow"), ("revision", "abc"),
+        ("loftq_config", {"loftq_bits": 4}), ("layer_replication", [[0, 1], [0, 1]]), ("target_parameters", ["x"]),
+        ("trainable_token_indices", [1]), ("alora_invocation_tokens", [1]), ("use_qalora", True),
+        ("a_field_of_tomorrow", 3))]])
 def test_adapters_that_cannot_be_used(exported, tmp_path, change, message):
     folder = tmp_path / "a"
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
@@ -262,7 +318,7 @@ def test_an_adapter_of_another_model_or_shape(exported, tmp_path):
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "wide")}))
-    with pytest.raises(ModelError, match="does not fit .*wide; mend base_model_name_or_path"):
+    with pytest.raises(ModelError, match="weights do not fit .*wide .*; mend base_model_name_or_path"):
         load_causal_lm(str(folder))
     for lora in (LoRAConfig(r=8), LoRAConfig(r=4, alpha=4), LoRAConfig(r=4, target="q_proj")):
         with pytest.raises(ModelError, match="is an adapter with r=4, alpha=8 on down_proj.*; lora asks for"):
@@ -288,7 +344,7 @@ def probe(engine):
     return engine.generate([TOKENS[0, :6].tolist()], Sampling(max_tokens=12, temperature=0.0))[0]
 
 
-def test_syn_05_a_thousand_syncs_leave_the_frozen_weights_as_they_were(qwen):
+def test_a_thousand_syncs_leave_the_frozen_weights_as_they_were(qwen):
     model = load_causal_lm(qwen, torch.bfloat16, lora=LORA)
     for p in model.parameters():
         if p.requires_grad:
@@ -304,8 +360,8 @@ def test_syn_05_a_thousand_syncs_leave_the_frozen_weights_as_they_were(qwen):
     assert len(merged) == 14 and all("proj" in n for n in merged)  # merged in float32, sent in the engine's dtype
 
 
-def test_the_engine_follows_every_update(where, qwen):
-    model, optimizer = trained(qwen, shard=where)
+def test_the_engine_follows_every_update(dist, qwen):
+    model, optimizer = trained(qwen, shard=dist)
     engine = open_engine(EngineConfig(), qwen, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"))
     seen = [probe(engine)]
     for _ in range(2):
@@ -340,12 +396,12 @@ def test_an_engine_and_infer_take_an_adapters_folder(qwen, exported, tmp_path):
 
 
 def test_an_engine_that_never_gets_the_adapter_is_noticed():
-    grpo.check_engine_follows(0.004, 0.001, 0.3)  # rounding alone
-    grpo.check_engine_follows(0.03, 0.4, 0.3)  # moved, and the engine with it
-    grpo.check_engine_follows(0.2, float("nan"), 0.3)  # no reference to compare with
+    training.check_engine_follows(0.004, 0.001, 0.3)  # rounding alone
+    training.check_engine_follows(0.03, 0.4, 0.3)  # moved, and the engine with it
+    training.check_engine_follows(0.2, float("nan"), 0.3)  # no reference to compare with
     for gaps in ((0.1, 0.03, 0.3), (0.01, 0.00001, 0.02)):
         with pytest.raises(grpo.Stopped, match="the weights that are sent do not reach it"):
-            grpo.check_engine_follows(*gaps)
+            training.check_engine_follows(*gaps)
 
 
 @pytest.mark.vllm
@@ -373,12 +429,12 @@ def test_vllm_gets_the_merged_weights(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
+def test_on_a_gpu_sharded_in_bfloat16(dist, tmp_path, compiled):
     """A bfloat16 base with float32 adapters under FSDP, layers compiled or not: it learns, the reference stays, the
     engine follows."""
     tiny.tiny_lm(tmp_path / "lm", hidden_size=128, intermediate_size=256)
     model = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled).to("cuda")
-    distributed.shard_model(model, where, bf16=True, gather_once=True)
+    distributed.shard_model(model, dist, bf16=True, gather_once=True)
     base = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda")
     groups = (torch.full((4,), 3), torch.arange(4))
     inputs = dict(tokens=TOKENS, attention_mask=MASK, positions=MASK[:, 1:].bool(), groups=groups)
@@ -386,7 +442,7 @@ def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
         with starting_weights(model):
             start = token_logprobs(model, **inputs)
         assert (start - token_logprobs(base, **inputs)).abs().mean() < 0.1
-    distributed.give_back(model)
+    distributed.reshard(model)
     optimizer, losses = make_optimizer(model, 0.01), []
     for _ in range(8):
         optimizer.zero_grad()
@@ -398,7 +454,7 @@ def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
     assert losses[-1] < losses[0] - 0.5 and {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     with torch.no_grad(), starting_weights(model):
         assert (token_logprobs(model, **inputs) - start).abs().mean() < 0.01  # not a weight of it has moved
-    distributed.give_back(model)
+    distributed.reshard(model)
     engine = open_engine(EngineConfig(), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"), 256, dtype=torch.bfloat16)
     untrained = probe(engine)
     engine.sync_weights(distributed.full_parameters(model, torch.bfloat16))
@@ -409,7 +465,7 @@ def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
     assert (ours - torch.tensor(rollout.logprobs)).abs().mean() < 0.15 and rollout.response_ids != untrained.response_ids
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), torch.bfloat16)
     distributed.export_adapter(model, tiny.tiny_tokenizer(), str(tmp_path / "a"))
-    result = sft.merge(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "n"), export_dtype="bfloat16"), where)
+    result = sft.merge(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "n"), export_dtype="bfloat16"), dist)
     assert result["gap"] < 0.1 and result["same"] > 0.9
 
 
@@ -422,8 +478,8 @@ def test_grpo_run_from_an_adapter_on_a_gpu(world):
 
 # ------------------------------------------------------------------------------------------------------------ processes
 
-def test_one_process_fsdp_is_the_plain_model(where, folder):
-    (plain, a), (sharded, b) = trained(folder), trained(folder, shard=where)
+def test_one_process_fsdp_is_the_plain_model(dist, folder):
+    (plain, a), (sharded, b) = trained(folder), trained(folder, shard=dist)
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
     one, two = weights(plain), weights(sharded)
     assert list(one) == list(two) and all(torch.allclose(one[n], two[n], atol=1e-6) for n in one)
@@ -434,12 +490,12 @@ def test_one_process_fsdp_is_the_plain_model(where, folder):
     assert torch.equal(logprobs_of(sharded), before)
 
 
-def test_the_reference_first_then_training(where, qwen):
+def test_the_reference_first_then_training(dist, qwen):
     """FSDP takes over requires_grad at the first pass: it must not be the one with the adapter switched off."""
-    model = distributed.shard_model(load_causal_lm(qwen, lora=LORA), where, gather_once=True)
+    model = distributed.shard_model(load_causal_lm(qwen, lora=LORA), dist, gather_once=True)
     with starting_weights(model):
         logprobs_of(model)
-    distributed.give_back(model)
+    distributed.reshard(model)
     optimizer = make_optimizer(model, 0.01)
     step(model, optimizer, 3)
     plain = trained(qwen)[0]
@@ -447,9 +503,9 @@ def test_the_reference_first_then_training(where, qwen):
     assert all(torch.allclose(one[n], two[n], atol=1e-6) for n in one)
 
 
-def test_a_bfloat16_base_with_float32_adapters(where, qwen):
+def test_a_bfloat16_base_with_float32_adapters(dist, qwen):
     """As on a GPU: the base is frozen in bfloat16 and stays as it is, adapters and their gradients are float32."""
-    model = distributed.shard_model(load_causal_lm(qwen, torch.bfloat16, lora=LORA), where, bf16=True)
+    model = distributed.shard_model(load_causal_lm(qwen, torch.bfloat16, lora=LORA), dist, bf16=True)
     frozen = {n: distributed.full_tensor(p.detach()).clone() for n, p in model.named_parameters() if not p.requires_grad}
     assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {torch.float32} != {v.dtype for v in frozen.values()}
     optimizer = make_optimizer(model, 0.01)
@@ -474,13 +530,13 @@ from lora import starting_weights
 from model import load_causal_lm, make_optimizer
 from test_lora import LORA, TOKENS, MASK, loss_of, logprobs_of, weights
 torch.set_num_threads(1)
-out, where = sys.argv[1], distributed.setup()
-model = distributed.shard_model(load_causal_lm(os.path.join(out, "lm"), lora=LORA), where)
+out, dist = sys.argv[1], distributed.setup()
+model = distributed.shard_model(load_causal_lm(os.path.join(out, "lm"), lora=LORA), dist)
 optimizer = make_optimizer(model, 0.01)
 norms = []
 for _ in range(2):
     optimizer.zero_grad()
-    (loss_of(model, slice(where.rank, None, 2)) * 2).backward()
+    (loss_of(model, slice(dist.rank, None, 2)) * 2).backward()
     norms.append(distributed.clip_grad_norm(model, 0.5))
     optimizer.step()
 state = weights(model)
@@ -488,7 +544,7 @@ with starting_weights(model):
     base = logprobs_of(model)
 folder = distributed.save_checkpoint(out, 2, model, optimizer, {{}})
 distributed.export_adapter(model, tiny.tiny_tokenizer(), os.path.join(out, "adapter"))
-if where.rank == 0:
+if dist.rank == 0:
     torch.save({{"weights": state, "norms": norms, "base": base, "after": logprobs_of(model)}}, os.path.join(out, "two.pt"))
 else:
     logprobs_of(model)
@@ -507,7 +563,7 @@ def two(tmp_path_factory):
     return out, torch.load(out / "two.pt")
 
 
-def test_two_processes_take_the_steps_of_one(two, where):
+def test_two_processes_take_the_steps_of_one(two, dist):
     out, theirs = two
     model = load_causal_lm(str(out / "lm"), lora=LORA)
     optimizer, norms = make_optimizer(model, 0.01), []
@@ -524,9 +580,9 @@ def test_two_processes_take_the_steps_of_one(two, where):
     assert (logprobs_of(load_causal_lm(str(out / "adapter"))) - theirs["after"]).abs().max() < 1e-4  # exported whole
 
 
-def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, where):
+def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, dist):
     out, theirs = two
-    model = distributed.shard_model(load_causal_lm(str(out / "lm"), lora=LORA, seed=9), where)
+    model = distributed.shard_model(load_causal_lm(str(out / "lm"), lora=LORA, seed=9), dist)
     optimizer = make_optimizer(model, 0.01)
     distributed.load_checkpoint(str(out / "checkpoint_000002"), model, optimizer)
     ours = weights(model)
@@ -564,7 +620,7 @@ def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(qwen, tmp_path
     assert files[0] == files[1] and whole["heldout_loss"] < metrics(tmp_path / "whole")[0]["heldout_loss"]
     with pytest.raises(data.DataError, match="lora was .* and is .*overwrite=true"):
         sft.main(sft_config(qwen, path, tmp_path / "whole", lora=LORA))
-    # from the adapter, without merging it: the held-out loss begins where it ended
+    # from the adapter, without merging it: the held-out loss begins dist it ended
     again = sft.main(sft_config(whole["model"], path, tmp_path / "again", epochs=1, seed=0))["train"]
     assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-6)
     assert json.loads(Path(again["model"], "adapter_config.json").read_text())["base_model_name_or_path"] == qwen
@@ -611,7 +667,7 @@ def rows_of(world, out):
     return [{k: v for k, v in row.items() if not k.startswith("seconds_")} for _, row in data.read_jsonl(str(world / out / "metrics.jsonl"))]
 
 
-def test_syn_09_rl_from_an_sft_adapter_has_that_adapter_as_its_reference(world):
+def test_rl_from_an_sft_adapter_has_that_adapter_as_its_reference(world):
     """KL at the first step is 0; to the bare base model it would not be.  The engine is the trained policy throughout."""
     result = grpo_run(world, "rl", "sft")
     steps = [row for row in rows_of(world, "rl") if row["step"]]
