@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import json
 import math
 import os
 import re
 import shutil
+import zlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, Iterable, Iterator
+from typing import Any, BinaryIO, Iterable, Iterator
 
 import jinja2
 
@@ -82,23 +84,44 @@ def read_lines(path: str) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, _, line in located_lines(path))
 
 
-def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a number and byte."""
+PACKED = {b"PAR1": "a parquet file; make it JSONL with `python prepare.py parquet source={0} out=FILE.jsonl`",
+          b"PK\x03\x04": "a zip archive; unpack it (`unzip {0}`) and name a file of it",
+          b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it (`zstd -d {0}`)"}
+
+
+def open_input(path: str) -> BinaryIO:
+    """The bytes of an input file, those of a gzip file unpacked; DataError for none, parquet, zip and zstd files."""
     try:
         f = open(path, "rb")
+        magic = f.peek(4)[:4]
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
-    with f:
+    if magic in PACKED or magic[:2] == b"\x1f\x8b":
+        f.close()
+    if magic in PACKED:
+        raise DataError(f"{path} is {PACKED[magic].format(path)}; only gzip is read as it is")
+    return gzip.open(path) if f.closed else f
+
+
+def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
+    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a number and byte.
+
+    Of a gzip file the bytes are those of its content, and a place is reached by unpacking all before it.
+    """
+    with open_input(path) as f:
         number, byte = start
-        f.seek(byte)
-        for number, raw in enumerate(f, number):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            try:
+        try:
+            f.seek(byte)
+            for number, raw in enumerate(f, number):
+                line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-            except UnicodeDecodeError as e:
-                raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
-                                "convert the file to UTF-8 (iconv)") from e
-            byte += len(raw)
+                byte += len(raw)
+        except UnicodeDecodeError as e:
+            raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
+                            "convert the file to UTF-8 (iconv)") from e
+        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+            raise DataError(f"{path}: {e} after line {number:,}; the gzip file is cut off or broken, fetch it "
+                            "again") from e
 
 
 def _no_constant(name: str) -> float:
@@ -130,16 +153,28 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     return ((number, _object(line, f"{path}:{number}")) for number, line in read_lines(path) if line.strip())
 
 
+def as_text(value: Any) -> str | None:
+    """A string as it is and a number as its text: ids and answers are often written as numbers; else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
+
+
+def as_texts(value: Any) -> list[str] | None:
+    """`as_text` of every entry of a list, or of one value in place of a list; None where one is no text."""
+    texts = [as_text(entry) for entry in (value if isinstance(value, list) else [value])]
+    return None if None in texts else texts
+
+
 def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
-    """`row[key]` as a string; numbers become strings (ids are often written as numbers)."""
+    """`row[key]` as a string; numbers become strings."""
     value = row.get(key)
     if value is None and not required:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
+    text = as_text(value)
+    if text is None:
         raise DataError(f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})")
-    return value
+    return text
 
 
 def _id(value: str, key: str, where: str) -> str:
@@ -168,11 +203,12 @@ def _question(row: dict, where: str) -> str:
 def _context(row: dict, where: str) -> list[tuple[str, str]]:
     """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an empty text."""
     context = [] if row.get("context") is None else row["context"]
-    if not isinstance(context, list) or not all(
-            isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
+    pairs = [as_texts(["" if s is None else s for s in pair]) if isinstance(pair, list) and len(pair) == 2 else None
+             for pair in (context if isinstance(context, list) else [None])]
+    if None in pairs:
         raise DataError(f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
                         f"{str(context)[:80]!r}")
-    return [(q or "", a or "") for q, a in context]
+    return [(question, answer) for question, answer in pairs]
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
@@ -198,7 +234,7 @@ def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tup
     """
     for number, byte, line in located_lines(path, start):
         where = f"{path}:{number}"
-        if path.endswith(".tsv"):
+        if path.removesuffix(".gz").endswith(".tsv"):
             columns = line.split("\t")
             if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
                 continue
@@ -237,14 +273,13 @@ def read_turns(path: str) -> list[Turn]:
         turn = row.get("turn", 1)
         if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
             raise DataError(f"{where}: turn {repr(turn)[:40]} of {query_id} is not a whole number")
-        gold = [] if row.get("gold_ids") is None else row["gold_ids"]
-        gold = gold if isinstance(gold, list) else [gold]
-        if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
-            raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}")
+        gold = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
+        if gold is None:
+            raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {row['gold_ids']!r}")
         turns.append(Turn(
             query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id,
             turn=int(turn), context=_context(row, where), question=question,
-            gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
+            gold_ids=list(dict.fromkeys(_id(g, "gold id", where) for g in gold)),
             **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
             extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
     if not turns:
@@ -279,11 +314,10 @@ def read_questions(path: str) -> list[Question]:
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
         key = _new_id(row, "id", where, seen)
-        golds = row.get("golden_answers")
-        golds = [golds] if isinstance(golds, str) else golds
-        if not isinstance(golds, list) or not all(isinstance(g, str) for g in golds) or not "".join(golds).strip():
+        golds = as_texts(row.get("golden_answers"))
+        if golds is None or not "".join(golds).strip():
             raise DataError(f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
-                            f"{str(golds)[:80]}")
+                            f"{str(row.get('golden_answers'))[:80]}")
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}")
