@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
+import io
 import json
 import math
 import os
@@ -137,20 +138,68 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _object(line: str, where: str) -> dict:
-    """The JSON object of a line; DataError names what is none."""
+def parse_object(text: str, location: str) -> dict:
+    """The JSON object that a line or a field is; DataError names what is none."""
     try:
-        row = json.loads(line, parse_constant=_no_constant)
+        row = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
+        raise DataError(f"{location}: not valid JSON ({e}): {text[:80]!r}; every line must be one whole object") from e
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a line must be one JSON object, not {line[:40]!r}")
-    return _scrub(row) if "\\ud" in line.lower() else row
+        raise DataError(f"{location}: a line must be one JSON object, not {text[:40]!r}")
+    return _scrub(row) if "\\ud" in text.lower() else row
+
+
+def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
+    """(location, object) of a file that is one JSON array of objects, read `block` characters at a time."""
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    text, number = "", 0
+
+    def first() -> str:
+        """The next character that is no white space; `text` begins with it then.  Empty at the end of the file."""
+        nonlocal text
+        while not (text := text.lstrip(" \t\r\n")):
+            if not (text := f.read(block)):
+                break
+        return text[:1]
+
+    try:
+        with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
+            if first() != "[":
+                raise DataError(f"{path}: a JSON array of objects is expected, but it begins with {text[:40]!r}")
+            text = text[1:]
+            ended = first() == "]"
+            while not ended:
+                number += 1
+                location = f"{path}: object {number}"
+                if first() != "{":
+                    raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}; fetch the file again")
+                while True:
+                    try:
+                        value, end = decoder.raw_decode(text)
+                        break
+                    except (ValueError, RecursionError) as e:
+                        more = f.read(max(block, len(text)))
+                        if not more or len(text) > 1 << 26:
+                            raise DataError(f"{location}: broken or cut off ({e}); fetch the file again") from e
+                        text += more
+                yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
+                text = text[end:]
+                ended = first() == "]"
+                if not ended and first() != ",":
+                    raise DataError(f"{location}: followed by {first()!r} instead of a comma or the end; fetch the file "
+                                    "again")
+                text = text if ended else text[1:]
+            text = text[1:]
+            if first():
+                raise DataError(f"{path}: the array of {number} objects is followed by {text[:40]!r}; a file is one "
+                                "array")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+        raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """(line number, object) of a JSONL file; blank lines are passed over, all else that is no object is an error."""
-    return ((number, _object(line, f"{path}:{number}")) for number, line in read_lines(path) if line.strip())
+    return ((number, parse_object(line, f"{path}:{number}")) for number, line in read_lines(path) if line.strip())
 
 
 def as_text(value: Any) -> str | None:
@@ -243,7 +292,7 @@ def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tup
                                 "title; replace tabs inside a field, or use JSONL")
             passage = Passage(columns[0], columns[2].strip(), columns[1])
         elif line.strip():
-            row = _object(line, where)
+            row = parse_object(line, where)
             if "contents" in row and "text" not in row:
                 passage = Passage(_text(row, "id", where), "", _text(row, "contents", where))
             else:
@@ -427,7 +476,7 @@ def begin_metrics(path: str, step: int) -> list[dict]:
     rows = []
     if step and os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            rows = [_object(line, f"{path}:{number}") for number, line in enumerate(f, 1) if line.endswith("\n")]
+            rows = [parse_object(line, f"{path}:{number}") for number, line in enumerate(f, 1) if line.endswith("\n")]
     rows = [row for row in rows if row["step"] <= step]
     write_jsonl(path, rows)
     return rows
