@@ -33,8 +33,8 @@ import sys
 import textwrap
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Callable, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, fields, is_dataclass, MISSING
+from typing import Annotated, Any, Callable, get_args, get_origin, Literal, Union
 
 import yaml
 

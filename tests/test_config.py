@@ -15,9 +15,8 @@ from typing import Annotated, Literal
 
 import pytest
 import yaml
-
 import config
-from config import ConfigError, above, at_least, between, check_ranges, load_config
+from config import above, at_least, between, check_ranges, ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
