@@ -604,8 +604,9 @@ def cast_documents(path: str) -> Iterator[tuple[str, str, str, list[tuple[int, s
     """
     if path.endswith(".jsonl"):
         for row in jsonl_rows(path):
+            document, title = row.text("id"), row.text("title")
             parts = [(part.number("id"), part.text("body")) for part in row.rows("contents")]
-            yield row.location, row.text("id"), row.text("title"), parts
+            yield row.location, document, title, parts
         return
     if not path.endswith(".trecweb"):
         raise DataError(

@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Collection, Iterable, Iterator
 
 import yaml
 
@@ -191,10 +191,10 @@ class Build:
         print(text, file=sys.stderr)
         self.differences[what] = {"found": found, "published": expected}
 
-    def check_counts(self, keys: Iterable[str]) -> None:
+    def check_counts(self, keys: Collection[str]) -> None:
         """Compare counts with the published ones, each once; dev is a part of train where no dev was published."""
         counts, remarks = self.published, self.known.get("remarks", {})
-        for key in counts.keys() & set(keys) - self.checked:
+        for key in [key for key in counts if key in keys and key not in self.checked]:
             dev = key.replace("train", "dev")
             found = self.counts[key] + (0 if dev in counts else self.counts[dev])
             why = f"{CUT_OFF}; {remarks[key]}" if key in remarks else CUT_OFF

@@ -3,7 +3,6 @@
 Each test names the trap it guards against.  Run: python -m pytest tests/test_prepare_public.py
 """
 
-import base64
 import csv
 import hashlib
 import http.server
@@ -14,17 +13,15 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import zipfile
+from pathlib import Path
 
 import pytest
-from sources import conversations
-from sources import files as official
+from sources import conversations, files
 import prepare
-from data import DataError, read_corpus, read_questions, read_turns
+from data import DataError, read_array, read_corpus, read_questions, read_turns
 from prepare import ParquetConfig
-from sources.conversations import (CanardConfig, Cast19Config, Cast20Config, Cast21Config,
-                                   MtragConfig, QreccConfig, TopiocqaConfig)
+from runs import only_writer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 parquet_only = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -34,6 +31,23 @@ def put(path, content):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as f:
         f.write(content if isinstance(content, bytes) else content.encode("utf-8"))
+
+
+def make(name, source, out, **settings):
+    """`prepare.py NAME source=… out=… …` without a process."""
+    config, function, _ = prepare.COMMANDS[name]
+    return function(config(source=str(source), out=str(out), **settings))
+
+
+def known(monkeypatch, name, counts):
+    """The published counts of a data set become those of a fixture."""
+    monkeypatch.setitem(files.published()[name], "counts", counts)
+
+
+def unchecked(monkeypatch, name):
+    """Any bytes will do for the files of a data set."""
+    for file in files.published()[name]["files"].values():
+        monkeypatch.delitem(file, "sha256", raising=False)
 
 
 def lines(path):
@@ -95,14 +109,14 @@ def topiocqa_source(folder, bom=b"", end="\n"):
 
 @pytest.fixture
 def topiocqa_counts(monkeypatch):
-    monkeypatch.setattr(conversations, "TOPIOCQA_COUNTS", {"passages": 7, "train_turns": 13, "train_conversations": 2,
+    known(monkeypatch, "topiocqa", {"passages": 7, "train_turns": 13, "train_conversations": 2,
                                                      "test_turns": 13, "test_conversations": 2})
 
 
 @pytest.mark.parametrize("bom, end", [(b"", "\n"), (b"\xef\xbb\xbf", "\r\n")])
 def test_topiocqa_every_rule(tmp_path, topiocqa_counts, bom, end):
     out = f"{tmp_path}/out"
-    result = conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(f"{tmp_path}/raw", bom, end), out=out))
+    result = make("topiocqa", source=topiocqa_source(f"{tmp_path}/raw", bom, end), out=out)
     assert result["passages"] == 7 and "differs_from_published" not in result
     corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
     assert list(corpus) == [i for i, _, _ in PASSAGES]
@@ -132,7 +146,7 @@ def test_topiocqa_from_the_folders_of_its_own_downloader(tmp_path, topiocqa_coun
     for old, new in (("topiocqa_train.json", "topiocqa_dataset/train.json"), ("topiocqa_dev.json", "topiocqa_dataset/dev.json"),
                      ("retriever", "retriever"), ("full_wiki_segments.tsv", "wikipedia_split/full_wiki_segments.tsv")):
         os.renames(f"{raw}/{old}", f"{raw}/downloads/data/{new}")
-    assert conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))["test_turns"] == 13
+    assert make("topiocqa", source=raw, out=f"{tmp_path}/out")["test_turns"] == 13
 
 
 def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path, topiocqa_counts):
@@ -140,7 +154,7 @@ def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path,
     for split in ("train", "dev"):
         golds = [g | {"question": f"T5 {g['conv_id']}.{g['turn_id']}"} for g in topiocqa_rows(split)[1]]
         put(f"{raw}/retriever/rewrites_t5_qrecc/{split}.json", json.dumps(golds))
-    conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+    make("topiocqa", source=raw, out=f"{tmp_path}/out")
     turns = turns_by_id(f"{tmp_path}/out", "test")
     assert turns["topiocqa-dev_1_10"].extra["t5_rewrite"] == "T5 1.10" and turns["topiocqa-dev_1_10"].rewrite is None
 
@@ -148,34 +162,34 @@ def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path,
 def test_topiocqa_dev_is_whole_conversations_of_train(tmp_path, topiocqa_counts, monkeypatch):
     monkeypatch.setattr(conversations, "held_out", lambda conversation, percent: conversation.endswith("_2") and percent == 5)
     out = f"{tmp_path}/out"
-    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out, dev_percent=5))
+    make("topiocqa", source=topiocqa_source(tmp_path / "raw"), out=out, dev_percent=5)
     assert {t.conversation_id for t in read_turns(f"{out}/dev.jsonl")} == {"topiocqa-train_2"}
     assert {t.conversation_id for t in read_turns(f"{out}/train.jsonl")} == {"topiocqa-train_1"}
     assert len(read_turns(f"{out}/test.jsonl")) == 13  # the papers' test set stays whole
 
 
 def test_the_share_held_out_is_about_what_was_asked_for():
-    held = sum(official.held_out(f"topiocqa-train_{i}", 5) for i in range(3509))
-    assert 120 < held < 230 and not any(official.held_out(str(i), 0) for i in range(100))
+    held = sum(files.held_out(f"topiocqa-train_{i}", 5) for i in range(3509))
+    assert 120 < held < 230 and not any(files.held_out(str(i), 0) for i in range(100))
 
 
 def test_counts_are_asserted_and_a_difference_is_kept_when_told_to_go_on(tmp_path, capsys):
     raw = topiocqa_source(tmp_path / "raw")
     with pytest.raises(DataError, match=r"train_turns: 13 found but 45,450 published.*strict=false"):
-        conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+        make("topiocqa", source=raw, out=f"{tmp_path}/out")
     assert os.listdir(tmp_path) == ["raw"]  # nothing half-made
-    result = conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", strict=False))
+    result = make("topiocqa", source=raw, out=f"{tmp_path}/out", strict=False)
     assert result["differs_from_published"]["passages"] == {"found": 7, "published": 25_700_592}
     assert "passages: 7 found" in capsys.readouterr().err
     with open(f"{tmp_path}/out/made.json") as f:
         assert json.load(f)["result"]["differs_from_published"]["test_turns"] == {"found": 13, "published": 2514}
 
 
-def test_published_counts_are_the_references():
-    assert conversations.TOPIOCQA_COUNTS == {"passages": 25_700_592, "train_turns": 45_450, "train_conversations": 3509,
-                                       "test_turns": 2514, "test_conversations": 205}
-    assert {k: conversations.QRECC_COUNTS[k] for k in ("passages", "train_turns", "test_turns")} == {
-        "passages": 54_573_064, "train_turns": 29_596, "test_turns": 8209}
+def test_published_counts_are_those_of_the_papers():
+    assert files.published()["topiocqa"]["counts"] == {
+        "passages": 25_700_592, "train_turns": 45_450, "train_conversations": 3509, "test_turns": 2514, "test_conversations": 205}
+    assert files.published()["qrecc"]["counts"].items() >= {
+        "passages": 54_573_064, "train_turns": 29_596, "test_turns": 8209}.items()
 
 
 def test_missing_files_are_listed_with_their_addresses(tmp_path):
@@ -183,14 +197,13 @@ def test_missing_files_are_listed_with_their_addresses(tmp_path):
     os.remove(f"{raw}/full_wiki_segments.tsv")
     os.remove(f"{raw}/retriever/all_history/dev.json")
     with pytest.raises(DataError) as e:
-        conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out"))
+        make("topiocqa", source=raw, out=f"{tmp_path}/out")
     assert "zenodo.org/records/6149599/files/data/wikipedia_split/full_wiki_segments.tsv" in str(e.value)
     assert "zenodo.org/records/6151011/files/data/retriever/all_history/dev.json" in str(e.value)
     assert f"{raw}/full_wiki_segments.tsv" in str(e.value) and "topiocqa_train.json" not in str(e.value)
-    for main, config in ((conversations.qrecc, QreccConfig), (conversations.canard, CanardConfig), (conversations.mtrag, MtragConfig),
-                         (conversations.cast19, Cast19Config), (conversations.cast20, Cast20Config), (conversations.cast21, Cast21Config)):
+    for name in ("qrecc", "canard", "mtrag", "cast19", "cast20", "cast21"):
         with pytest.raises(DataError, match="(?s)files are missing.*https?://"):
-            main(config(source=f"{tmp_path}/nowhere", out=f"{tmp_path}/out"))
+            make(name, f"{tmp_path}/nowhere", f"{tmp_path}/out")
 
 
 def broken(tmp_path, file, change):
@@ -199,7 +212,7 @@ def broken(tmp_path, file, change):
     with open(f"{raw}/{file}", "rb") as f:
         content = f.read()
     put(f"{raw}/{file}", change(content))
-    return TopiocqaConfig(source=raw, out=f"{tmp_path}/out")
+    return raw
 
 
 @pytest.mark.parametrize("file, change, said", [
@@ -208,7 +221,7 @@ def broken(tmp_path, file, change):
     ("topiocqa_dev.json", lambda b: b'{"a": 1}', "a JSON array of objects is expected"),
     ("topiocqa_dev.json", lambda b: b"[1]", "object 1: a JSON object is expected"),
     ("topiocqa_dev.json", lambda b: b.replace(b'"Turn_no": 3', b'"Turn_no": 4', 1), "row by row"),
-    ("topiocqa_dev.json", lambda b: json.dumps(json.loads(b)[:-1]).encode(), "more rows than"),
+    ("topiocqa_dev.json", lambda b: json.dumps(json.loads(b)[:-1]).encode(), "row by row"),
     ("topiocqa_dev.json", lambda b: b.replace(b'"Topic_section"', b'"Section"', 1), "'Topic_section' is 'None'.*fields found"),
     ("retriever/all_history/dev.json", lambda b: json.dumps(json.loads(b)[:-1]).encode(), "row by row"),
     ("retriever/all_history/train.json", lambda b: json.dumps(
@@ -219,7 +232,7 @@ def broken(tmp_path, file, change):
 ])
 def test_broken_files_are_named_with_the_place(tmp_path, topiocqa_counts, file, change, said):
     with pytest.raises(DataError, match=said):
-        conversations.topiocqa(broken(tmp_path, file, change))
+        make("topiocqa", broken(tmp_path, file, change), f"{tmp_path}/out")
     assert os.listdir(tmp_path) == ["raw"]
 
 
@@ -227,14 +240,14 @@ def test_broken_files_are_named_with_the_place(tmp_path, topiocqa_counts, file, 
 def test_arrays_are_read_in_pieces_wherever_they_are_cut(tmp_path, block):
     rows = [{"a": 'x "quoted" [1, {2}]', "ä": "東" * 20}, {}, {"n": [1, {"b": None}], "s": "\\\n"}]
     put(f"{tmp_path}/a.json", "\ufeff \n" + json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
-    assert [row for _, row in official.read_array(f"{tmp_path}/a.json", block)] == rows
+    assert [row for _, row in read_array(f"{tmp_path}/a.json", block)] == rows
     put(f"{tmp_path}/empty.json", " [ ] ")
-    assert list(official.read_array(f"{tmp_path}/empty.json", block)) == []
+    assert list(read_array(f"{tmp_path}/empty.json", block)) == []
 
 
 def test_tsv_blank_lines_count_inside_quotes_alone(tmp_path):
     put(f"{tmp_path}/a.tsv", 'id\ttext\ttitle\r\n1\t"a\r\n\r\nb \x85"\tT\r\n2\ta "lone quote\t\r\n\r\n')
-    assert [(where.rpartition(":")[2], row) for where, row in official.read_tsv(f"{tmp_path}/a.tsv")] == [
+    assert [(where.rpartition(":")[2], row) for where, row in files.csv_rows(f"{tmp_path}/a.tsv")] == [
         ("1", ["id", "text", "title"]), ("4", ["1", "a\n\nb \x85", "T"]), ("5", ["2", 'a "lone quote', ""])]
 
 
@@ -243,7 +256,7 @@ def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
     import evaluate
     from retriever import RetrieverConfig
     out = f"{tmp_path}/out"
-    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
+    make("topiocqa", source=topiocqa_source(tmp_path / "raw"), out=out)
     put(f"{tmp_path}/r.jsonl", "".join(json.dumps({"query_id": t.query_id, "rewrite": {
         "2": "quoted first sign", "3": "unicode naïve", "6": "lines inside"}.get(t.gold_ids[0], "nothing")}) + "\n"
         for t in read_turns(f"{out}/test.jsonl")))
@@ -293,8 +306,8 @@ QRECC_TRUE = {"passages": 7, "train_rows": 12, "test_rows": 1, "train_turns": 3,
 
 @pytest.fixture
 def qrecc_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE)
-    result = conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
+    known(monkeypatch, "qrecc", QRECC_TRUE)
+    result = make("qrecc", source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out")
     assert (result["passages"], result["blank_passages"]) == (7, 2) and "differs_from_published" not in result
     return f"{tmp_path}/out"
 
@@ -325,15 +338,15 @@ def test_qrecc_turns_without_gold_stay_in_later_contexts(qrecc_out):
 
 def test_qrecc_explains_the_papers_8124(tmp_path):
     with pytest.raises(DataError, match="train_rows: 12 found but 63,501 published"):
-        conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
-    result = conversations.qrecc(QreccConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False))
+        make("qrecc", source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out")
+    result = make("qrecc", source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False)
     assert result["differs_from_published"]["test_turns"] == {"found": 1, "published": 8209}
 
 
 def test_qrecc_test_count_difference_names_table_7(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE | {"test_turns": 8209})
+    known(monkeypatch, "qrecc", QRECC_TRUE | {"test_turns": 8209})
     with pytest.raises(DataError, match="test_turns: 1 found but 8,209 published.*Table 7 says 8,124"):
-        conversations.qrecc(QreccConfig(source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out"))
+        make("qrecc", source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out")
 
 
 def rewrite_rows(path, change):
@@ -343,32 +356,35 @@ def rewrite_rows(path, change):
 
 
 def test_qrecc_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "QRECC_COUNTS", QRECC_TRUE)
+    known(monkeypatch, "qrecc", QRECC_TRUE)
     raw = qrecc_source(tmp_path / "raw")
-    config = QreccConfig(source=raw, out=f"{tmp_path}/out")
+
+    def build():
+        make("qrecc", raw, f"{tmp_path}/out")
+
     rewrite_rows(f"{raw}/scai-qrecc21-test-turns.json", lambda rows: [r | {"Truth_passages": ["gone_p0"]} for r in rows])
-    with pytest.raises(DataError, match="gold passages not in the archive: 1 found.*gone_p0"):
-        conversations.qrecc(config)
+    with pytest.raises(DataError, match="gold passages not in the corpus: 1 found.*gone_p0"):
+        build()
     rewrite_rows(f"{raw}/scai-qrecc21-training-turns.json", lambda rows: rows[:1] + rows[2:])
     with pytest.raises(DataError, match="turn 3 of conversation 1 follows turn 1"):
-        conversations.qrecc(config)
+        build()
     row = qrecc_row(1, 1, "q", "a", ["http://b.com/y_p0"])  # either would silently get a context that lacks turns
     put(f"{raw}/scai-qrecc21-training-turns.json", json.dumps([row | {"Turn_no": 4}]))
     with pytest.raises(DataError, match="turn 4 of conversation 1 follows turn 0"):
-        conversations.qrecc(config)
+        build()
     put(f"{raw}/scai-qrecc21-training-turns.json", json.dumps([row, row | {"Conversation_no": 2}, row | {"Turn_no": 2}]))
     with pytest.raises(DataError, match="object 3: conversation 1 goes on after another one"):
-        conversations.qrecc(config)
+        build()
     raw = qrecc_source(tmp_path / "raw")
     with open(f"{raw}/passages.zip", "rb") as f:
         content = f.read()
     put(f"{raw}/passages.zip", content[:-30])
     with pytest.raises(DataError, match="passages.zip.*incomplete, fetch it again"):
-        conversations.qrecc(config)
+        build()
     with zipfile.ZipFile(f"{raw}/passages.zip", "w") as archive:
         archive.writestr("collection-paragraph/commoncrawl/c.jsonl", "{}")
     with pytest.raises(DataError, match="1 under commoncrawl and 0 under wayback"):
-        conversations.qrecc(config)
+        build()
     assert os.listdir(tmp_path) == ["raw"]
 
 
@@ -391,14 +407,14 @@ def canard_rows():
 def test_a_conversion_without_a_single_turn_is_refused(tmp_path):
     put(f"{tmp_path}/raw/dev.json", "[]")
     with pytest.raises(DataError, match="result would be empty.*cut off"):
-        conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False))
+        make("canard", source=f"{tmp_path}/raw", out=f"{tmp_path}/out", strict=False)
     assert os.listdir(tmp_path) == ["raw"]
 
 
 def test_canard_rules(tmp_path):
     put(f"{tmp_path}/raw/dev.json", b"\xef\xbb\xbf" + json.dumps(canard_rows(), indent=4).replace("\n", "\r\n").encode())
     out = f"{tmp_path}/out"
-    result = conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=out, strict=False))
+    result = make("canard", source=f"{tmp_path}/raw", out=out, strict=False)
     assert any(key.startswith("sha256 of") for key in result["differs_from_published"])
     corpus = list(read_corpus(f"{out}/corpus.jsonl"))
     assert [(p.id, p.title, p.text) for p in corpus] == [  # in order of first appearance, each distinct answer once
@@ -414,7 +430,7 @@ def test_canard_rules(tmp_path):
     assert turns["C_x_0_q4"].context[1:] == [("Why?", "CANNOTANSWER"), ("And then?", "I don't know.")]
     assert turns["C_x_0_q4"].rewrite == "When? (of Frank Zappa)" and turns["C_y_1_q2"].gold_ids == ["canard-00001"]
     with pytest.raises(DataError, match="sha256 of .*dev.json"):
-        conversations.canard(CanardConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/strict"))
+        make("canard", source=f"{tmp_path}/raw", out=f"{tmp_path}/strict")
 
 
 # --------------------------------------------------------------------------------------------------------------- mtrag
@@ -451,9 +467,9 @@ def mtrag_source(folder):
 
 def test_mtrag_rules(tmp_path, monkeypatch):
     out = f"{tmp_path}/out"
-    result = conversations.mtrag(MtragConfig(source=mtrag_source(tmp_path / "raw"), out=out, strict=False))
+    result = make("mtrag", source=mtrag_source(tmp_path / "raw"), out=out, strict=False)
     assert result["passages"] == 12 and result["differs_from_published"]["govt passages"]["published"] == 72_422
-    assert "gold passages not in the corpora" not in result["differs_from_published"]
+    assert "gold passages not in the corpus" not in result["differs_from_published"]
     corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
     assert corpus["govt-1"].contents == "no title \ufffd" and corpus["fiqa-2"].contents == "The Title text 2 with tab"
     split = ("train",) * 6 + ("dev",) + ("test",) * 3
@@ -467,8 +483,8 @@ def test_mtrag_rules(tmp_path, monkeypatch):
     assert turn.context == [("q1", "a1"), ("q2 x", "a2")] and turn.answer == "a3" and turn.turn == 3
     assert turn.rewrite == "rewritten q3" and turn.extra == {"domain": "govt"} and turn.gold_ids == ["govt-3"]
     put(f"{tmp_path}/raw/mtrag-human/retrieval_tasks/cloud/qrels/dev.tsv", "query-id\tcorpus-id\tscore\nx\tgone\t1\n")
-    result = conversations.mtrag(MtragConfig(source=f"{tmp_path}/raw", out=f"{tmp_path}/out2", strict=False))
-    assert result["differs_from_published"]["gold passages not in the corpora"] == {"found": 1, "published": 0}
+    result = make("mtrag", source=f"{tmp_path}/raw", out=f"{tmp_path}/out2", strict=False)
+    assert result["differs_from_published"]["gold passages not in the corpus"] == {"found": 1, "published": 0}
 
 
 SHARED = os.path.join(os.path.dirname(ROOT), "shared", "data", "conv")
@@ -518,10 +534,9 @@ def iter_paragraphs(f):
     yield Paragraph("cd", "")
 """)
     monkeypatch.syspath_prepend(f"{tmp_path}/site")
-    monkeypatch.setattr(conversations, "MARCO_PASSAGES", 3)
-    for year in (conversations.CAST19, conversations.CAST20):
-        for key, file in year.items():
-            monkeypatch.setitem(year, key, official.Official(file.names, file.url, "", file.note))
+    for name in ("cast19", "cast20"):
+        known(monkeypatch, name, {"marco_passages": 3})
+        unchecked(monkeypatch, name)
     yield str(raw)
     for name in [n for n in sys.modules if n.startswith("trec_car")]:
         del sys.modules[name]
@@ -530,7 +545,7 @@ def iter_paragraphs(f):
 def test_cast19(tmp_path, cast_source):
     put(f"{tmp_path}/dup.txt", "0:MARCO_2\n5:\n")
     out = f"{tmp_path}/out"
-    result = conversations.cast19(Cast19Config(source=cast_source, out=out, duplicates=f"{tmp_path}/dup.txt", relevant_from=2))
+    result = make("cast19", source=cast_source, out=out, duplicates=f"{tmp_path}/dup.txt", relevant_from=2)
     assert result["passages"] == 4 and result["duplicates_left_out"] == 1 and result["turns"] == 11
     corpus = {p.id: p.contents for p in read_corpus(f"{out}/corpus.jsonl")}
     assert corpus == {"MARCO_0": 'first "passage"', "MARCO_1": "second\twith a tab", "CAR_ab": "a paragraph\nof CAR", "CAR_cd": ""}
@@ -544,16 +559,31 @@ def test_cast19(tmp_path, cast_source):
 @pytest.mark.parametrize("responses, answer", [("automatic", "a paragraph of CAR"), ("manual", "second with a tab")])
 def test_cast20(tmp_path, cast_source, responses, answer):
     out = f"{tmp_path}/out"
-    conversations.cast20(Cast20Config(source=cast_source, out=out, responses=responses))
+    make("cast20", source=cast_source, out=out, responses=responses)
     turn = turns_by_id(out, "test")["81_2"]
     assert turn.context == [("raw 1", answer)] and turn.rewrite == "manual 2" and turn.extra == {"automatic_rewrite": "auto 2"}
     assert turn.gold_ids == ["MARCO_1", "CAR_cd"]
 
 
+@pytest.mark.parametrize("name, file, key", [
+    ("cast19", "2019/data/evaluation/evaluation_topics_v1.0.json", "31_10"),
+    ("cast20", "2020_automatic_evaluation_topics_v1.0.json", "81_2")])
+def test_the_history_of_a_cast_turn_follows_the_turns_numbers(tmp_path, cast_source, name, file, key):
+    """Whatever order a topic's turns stand in: 4, 1, 2 is read as 1, 2, 4."""
+    make(name, cast_source, f"{tmp_path}/in_order")
+    rewrite_rows(f"{cast_source}/{file}", lambda topics: [topics[0] | {"turn": topics[0]["turn"][::-1]}, *topics[1:]])
+    make(name, cast_source, f"{tmp_path}/reversed")
+    assert turns_by_id(f"{tmp_path}/reversed", "test") == turns_by_id(f"{tmp_path}/in_order", "test")
+    assert turns_by_id(f"{tmp_path}/reversed", "test")[key].context
+    rewrite_rows(f"{cast_source}/{file}", lambda topics: [topics[0] | {"turn": topics[0]["turn"] * 2}])
+    with pytest.raises(DataError, match="object 1: topic .* two turns of one number"):
+        make(name, cast_source, f"{tmp_path}/twice")
+
+
 def test_cast_says_which_package_reads_car(tmp_path, cast_source, monkeypatch):
     monkeypatch.setitem(sys.modules, "trec_car.read_data", None)
     with pytest.raises(DataError, match="pip install trec-car-tools"):
-        conversations.cast19(Cast19Config(source=cast_source, out=f"{tmp_path}/out"))
+        make("cast19", source=cast_source, out=f"{tmp_path}/out")
 
 
 # -------------------------------------------------------------------------------------------------------------- cast21
@@ -607,15 +637,14 @@ def cast21_source(tmp_path, monkeypatch):
     put(f"{raw}/passages/MARCO_v1_9.jsonl", json.dumps(document | {"id": "MARCO_D1"}) + "\n")
     put(f"{raw}/passages/kilt_knowledgesource.json.trecweb", WEB_2021.replace("\n", "\r\n"))
     put(f"{raw}/passages/WaPo_0.trecweb", WEB_2022 + WEB_2022)
-    monkeypatch.setattr(conversations, "CAST21_COUNTS", {"turns": 10, "test_turns": 2, "MARCO documents": 3, "KILT documents": 1})
-    for key, file in conversations.CAST21.items():
-        monkeypatch.setitem(conversations.CAST21, key, official.Official(file.names, file.url))
+    known(monkeypatch, "cast21", {"turns": 10, "test_turns": 2, "MARCO documents": 3, "KILT documents": 1})
+    unchecked(monkeypatch, "cast21")
     return str(raw)
 
 
 def test_cast21_reads_both_forms_of_the_tracks_tool_and_leaves_copies_out(tmp_path, cast21_source):
     out = f"{tmp_path}/out"
-    result = conversations.cast21(Cast21Config(source=cast21_source, out=out, relevant_from=2))
+    result = make("cast21", source=cast21_source, out=out, relevant_from=2)
     assert result["duplicates_left_out"] == 2 and result["passages"] == 7 and result["WAPO documents"] == 2
     corpus = {p.id: p for p in read_corpus(f"{out}/corpus.jsonl")}
     assert list(corpus) == ["MARCO_D1-1", "MARCO_D1-2", "MARCO_D4-1", "MARCO_D4-2", "WAPO_1fbc-11e3-1", "KILT_7-0", "KILT_7-1"]
@@ -629,10 +658,18 @@ def test_cast21_reads_both_forms_of_the_tracks_tool_and_leaves_copies_out(tmp_pa
     assert lines(f"{out}/test.qrels") == ["106_1 0 MARCO_D1 4", "106_1 0 KILT_7 0", "106_10 0 WAPO_1fbc-11e3 1", "106_10 0 MARCO_D1 2"]
 
 
+def test_the_history_of_a_cast21_turn_follows_the_turns_numbers(tmp_path, cast21_source):
+    path = f"{cast21_source}/2021/2021_manual_evaluation_topics_v1.0.json"
+    put(path, json.dumps([{"number": 106, "turn": json.loads(Path(path).read_text("utf-8-sig"))[0]["turn"][::-1]}]))
+    make("cast21", cast21_source, f"{tmp_path}/out")
+    context = turns_by_id(f"{tmp_path}/out", "test")["106_10"].context
+    assert [question[:5] for question, _ in context] == [f"raw {n}" for n in range(1, 10)]
+
+
 def test_cast21_says_how_its_passages_are_made(tmp_path, cast21_source):
     os.rename(f"{cast21_source}/passages", f"{tmp_path}/elsewhere")
     with pytest.raises(DataError, match="(?s)passages are missing.*git clone https://github.com/grill-lab/trec-cast-tools"):
-        conversations.cast21(Cast21Config(source=cast21_source, out=f"{tmp_path}/out"))
+        make("cast21", source=cast21_source, out=f"{tmp_path}/out")
 
 
 @pytest.mark.parametrize("file, content, said", [
@@ -647,31 +684,32 @@ def test_cast21_says_how_its_passages_are_made(tmp_path, cast21_source):
 def test_cast21_bad_passages_are_named(tmp_path, cast21_source, file, content, said):
     put(f"{cast21_source}/passages/{file}", content)
     with pytest.raises(DataError, match=said):
-        conversations.cast21(Cast21Config(source=cast21_source, out=f"{tmp_path}/out"))
+        make("cast21", source=cast21_source, out=f"{tmp_path}/out")
 
 
 # ------------------------------------------------------------------------------------------- restarts, folders, network
 
 def test_a_second_run_does_nothing_even_without_the_sources(tmp_path, topiocqa_counts):
-    config = TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=f"{tmp_path}/out")
-    assert not conversations.topiocqa(config)["already_there"]
+    source, out = topiocqa_source(tmp_path / "raw"), f"{tmp_path}/out"
+    assert not make("topiocqa", source, out)["already_there"]
     os.remove(f"{tmp_path}/raw/full_wiki_segments.tsv")
     before = os.stat(f"{tmp_path}/out/corpus.jsonl").st_mtime_ns
-    assert conversations.topiocqa(config)["already_there"]
+    assert make("topiocqa", source, out)["already_there"]
     assert os.stat(f"{tmp_path}/out/corpus.jsonl").st_mtime_ns == before
 
 
 KILLED = """
-import os, signal, sys
+import signal, sys
 sys.path.insert(0, {root!r})
-import conversations, official, prepare
-def passages(path, passages, total, what):
-    with atomic_write(path) as f:
+import prepare
+from sources import files
+def passages(path, passages, total):
+    with files.atomic_write(path) as f:
         f.write("half")
         f.flush()
         print("writing", flush=True)
         signal.pause()
-write_corpus = passages
+files.write_corpus = passages
 prepare.command_line(["topiocqa", "source={raw}", "out={out}", "strict=false"])
 """
 
@@ -687,29 +725,24 @@ def test_a_killed_run_starts_over_cleanly(tmp_path, topiocqa_counts, number):
     child.stdout.close()
     left = [n for n in os.listdir(tmp_path) if n.endswith(".tmp")]
     assert bool(left) == (number == 9) and not os.path.exists(out)  # kill -9 leaves its folder; nothing looks finished
-    for folder in left:
-        for path in (f"{tmp_path}/{folder}/{n}" for n in os.listdir(f"{tmp_path}/{folder}")):
-            os.utime(path, (1, 1))
-        os.utime(f"{tmp_path}/{folder}", (1, 1))
-    conversations.topiocqa(TopiocqaConfig(source=raw, out=out))
+    make("topiocqa", source=raw, out=out)
     assert sorted(os.listdir(tmp_path)) == ["out", "raw"] and len(lines(f"{out}/corpus.jsonl")) == 7
 
 
-def test_leftovers_of_a_living_or_recent_run_stay(tmp_path):
-    for name, age in ((f"out.{os.getpid()}.tmp", 1000), ("out.999999999.tmp", 0), ("out.notes.tmp", 1000)):
+def test_two_runs_never_write_one_folder(tmp_path, topiocqa_counts):
+    source, out = topiocqa_source(tmp_path / "raw"), f"{tmp_path}/out"
+    with only_writer(str(tmp_path), "out"), pytest.raises(DataError, match="another process is writing .*out"):
+        make("topiocqa", source, out)
+    for name in ("out.999999999.tmp", "out.notes.tmp", "out2.999999999.tmp"):
         os.mkdir(f"{tmp_path}/{name}")
-        os.utime(f"{tmp_path}/{name}", (time.time() - age,) * 2)
-    official.remove_leftovers(f"{tmp_path}/out")
-    assert len(os.listdir(tmp_path)) == 3
-    os.utime(f"{tmp_path}/out.999999999.tmp", (1, 1))
-    official.remove_leftovers(f"{tmp_path}/out/")
-    assert sorted(os.listdir(tmp_path)) == [f"out.{os.getpid()}.tmp", "out.notes.tmp"]
+    make("topiocqa", source, out)
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.notes.tmp", "out2.999999999.tmp", "raw"]  # a killed run's goes
 
 
 class Server(http.server.BaseHTTPRequestHandler):
     """Serves bytes with ranges; breaks off the first answer in the middle."""
 
-    content, broken, ranges, md5 = b"0123456789" * 1000, False, [], ""
+    content, broken, ranges = b"0123456789" * 1000, False, []
 
     def do_GET(self):
         begin = int((self.headers.get("Range") or "bytes=0-")[6:-1])
@@ -717,14 +750,10 @@ class Server(http.server.BaseHTTPRequestHandler):
         if self.path == "/gone":
             return self.send_error(404)
         if begin >= len(self.content):
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(self.content)}")
-            return self.end_headers()
+            return self.send_error(416)
         part = self.content[begin:]
         self.send_response(206 if begin else 200)
         self.send_header("Content-Length", str(len(part)))
-        if self.md5:
-            self.send_header("Content-MD5", self.md5)
         self.end_headers()
         self.wfile.write(part[:3000] if not type(self).broken else part)
         type(self).broken = True
@@ -735,7 +764,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    Server.broken, Server.ranges, Server.md5 = False, [], ""
+    Server.broken, Server.ranges = False, []
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}"
@@ -746,32 +775,22 @@ def server():
 def test_a_broken_download_is_continued(tmp_path, server):
     path = f"{tmp_path}/deep/file.bin"
     with pytest.raises(DataError, match="broke off at 3,000 of 10,000|run the same command again"):
-        official.fetch(f"{server}/file.bin", path)
+        files.fetch(f"{server}/file.bin", path)
     assert not os.path.exists(path) and os.path.getsize(f"{path}.part") == 3000
-    official.fetch(f"{server}/file.bin", path)
+    files.fetch(f"{server}/file.bin", path)
     assert Server.ranges == [0, 3000]
     with open(path, "rb") as f:
         assert f.read() == Server.content
-    os.rename(path, f"{path}.part")  # killed between the last byte and the renaming
-    official.fetch(f"{server}/file.bin", path)
+    os.rename(path, f"{path}.part")  # killed between the last byte and the renaming: begun again
+    with pytest.raises(DataError, match="416|run the same command again"):
+        files.fetch(f"{server}/file.bin", path)
+    files.fetch(f"{server}/file.bin", path)
     assert os.path.getsize(path) == 10_000
-
-
-def test_a_checksum_that_the_server_sends_is_kept_to(tmp_path, server):
-    digest = hashlib.md5(Server.content)
-    Server.broken = True  # whole answers
-    for stated in (digest.hexdigest(), f"md5:{digest.hexdigest()}", base64.b64encode(digest.digest()).decode()):
-        Server.md5 = stated
-        official.fetch(f"{server}/file.bin", f"{tmp_path}/good")
-    Server.md5 = "0" * 32
-    with pytest.raises(DataError, match="its MD5 is .* the server says 000"):
-        official.fetch(f"{server}/file.bin", f"{tmp_path}/bad")
-    assert os.listdir(tmp_path) == ["good"]  # not even a part that would be continued
 
 
 def test_a_refused_download_says_where_to_put_the_file(tmp_path, server):
     with pytest.raises(DataError, match="download of .*/gone failed .*fetch it by hand to"):
-        official.fetch(f"{server}/gone", f"{tmp_path}/x")
+        files.fetch(f"{server}/gone", f"{tmp_path}/x")
     assert not os.path.exists(f"{tmp_path}/x")
 
 
@@ -780,26 +799,24 @@ def test_download_fills_only_what_is_missing(tmp_path, topiocqa_counts, monkeypa
     with open(f"{raw}/topiocqa_dev.json", "rb") as f:
         content = f.read()
     os.remove(f"{raw}/topiocqa_dev.json")
-    monkeypatch.setattr(official, "fetch", lambda url, path: (asked.append(url), put(path, content)))
-    conversations.topiocqa(TopiocqaConfig(source=raw, out=f"{tmp_path}/out", download=True))
+    monkeypatch.setattr(files, "fetch", lambda url, path: (asked.append(url), put(path, content)))
+    make("topiocqa", source=raw, out=f"{tmp_path}/out", download=True)
     assert asked == ["https://zenodo.org/records/7709644/files/topiocqa_dev.json?download=1"]
     with pytest.raises(DataError, match="unpack it there"):  # an archive is fetched and unpacked by hand
-        conversations.cast19(Cast19Config(source=f"{tmp_path}/cast", out=f"{tmp_path}/c", download=True, strict=False))
+        make("cast19", source=f"{tmp_path}/cast", out=f"{tmp_path}/c", download=True, strict=False)
 
 
 def test_memory_does_not_grow_with_the_passages(tmp_path):
     """25,000 passages, 6.5 MB of TSV: what Python holds at its peak stays below 2.5 MB (bench/prepare_scale.py: 2 M)."""
     import tracemalloc
 
-    import retriever  # noqa: F401  what it imports is not to be counted
     path = f"{tmp_path}/big.tsv"
     words = " ".join(f"word{i}" for i in range(30))
     with open(path, "w", encoding="utf-8") as f:
         f.write("id\ttext\ttitle\n")
         f.writelines(f"{i}\t{words} {i}\tTitle [SEP] {i}\n" for i in range(25_000))
     tracemalloc.start()
-    count = official.write_corpus(f"{tmp_path}/corpus.jsonl", ({"id": r[0], "text": r[1]} for _, r in official.read_tsv(path)),
-                                 25_000, "test")
+    count = files.write_corpus(f"{tmp_path}/corpus.jsonl", ({"id": r[0], "text": r[1]} for _, r in files.csv_rows(path)), 25_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 25_001 and peak < 2.5e6, peak
@@ -811,7 +828,7 @@ def test_memory_does_not_grow_with_the_passages(tmp_path):
 def test_turns_to_verl_rows_and_back_without_loss(tmp_path, topiocqa_counts):
     import pyarrow.parquet as pq
     out = f"{tmp_path}/out"
-    conversations.topiocqa(TopiocqaConfig(source=topiocqa_source(tmp_path / "raw"), out=out))
+    make("topiocqa", source=topiocqa_source(tmp_path / "raw"), out=out)
     result = prepare.parquet(ParquetConfig(source=f"{out}/train.jsonl", out=f"{tmp_path}/t.parquet", data_source="topiocqa"))
     assert result["rows"] == 13
     rows = pq.read_table(f"{tmp_path}/t.parquet").to_pylist()

@@ -22,17 +22,10 @@ from evaluate import EvaluateConfig
 from retriever import RetrieverConfig
 from scoring.ranking import read_qrels
 from sources.files import squeeze
-from sources.questions import (BamboogleConfig, ChunkConfig, FlashragConfig, HotpotqaConfig,
-                               MultihopragConfig, MusiqueConfig, TwowikiConfig, Wiki18Config)
+from test_prepare_public import make, put
 from tiny import tiny_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def put(path, content):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as f:
-        f.write(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
 
 
 def jsonl(rows, ascii=False):
@@ -89,7 +82,7 @@ def musique_files(source, rows=MUSIQUE_ROWS):
 
 def test_musique(tmp_path):
     musique_files(tmp_path / "in")
-    result = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False))
+    result = make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False)
     out = tmp_path / "out"
     assert golds(out, "train") == {  # hop by hop, not in the order of the paragraphs
         "2hop__1_2": [("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"),
@@ -116,15 +109,15 @@ def test_musique(tmp_path):
 def test_counts_are_checked(tmp_path):
     musique_files(tmp_path / "in")
     with pytest.raises(DataError, match=r"train questions: 2 found but 19,938 published.*strict=false"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out")))
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()  # whole or not at all
 
 
 def test_missing_files_are_named_with_their_address(tmp_path):
     with pytest.raises(DataError, match=r"musique_ans_v1.0_train.jsonl  from  https://drive.google.com/.*unpacked"):
-        questions.musique(MusiqueConfig(str(tmp_path), str(tmp_path / "out"), download=True))
+        make("musique", str(tmp_path), str(tmp_path / "out"), download=True)
     with pytest.raises(DataError, match=r"hotpot_train_v1.1.json  from  http://curtis.ml.cmu.edu/datasets/hotpot/"):
-        questions.hotpotqa(HotpotqaConfig(str(tmp_path), str(tmp_path / "out")))
+        make("hotpotqa", str(tmp_path), str(tmp_path / "out"))
 
 
 def test_ids_say_nothing_about_order_and_stay_the_same(tmp_path):
@@ -136,7 +129,7 @@ def test_ids_say_nothing_about_order_and_stay_the_same(tmp_path):
         g.shuffle(paragraphs)
         rows = {"dev": [musique_row(f"2hop__{n}_{i}", paragraphs[i:i + 10], []) for i in range(0, 70, 10)]}
         musique_files(tmp_path / f"in{n}", rows)
-        questions.musique(MusiqueConfig(str(tmp_path / f"in{n}"), str(tmp_path / f"out{n}"), strict=False, train=False))
+        make("musique", str(tmp_path / f"in{n}"), str(tmp_path / f"out{n}"), strict=False, train=False)
         ids.append({text: key for key, text in texts(tmp_path / f"out{n}").items()})
     assert ids[0] == ids[1] and sorted(ids[0].values()) == [f"musique-p{i:05d}" for i in range(70)]
     order = [int(ids[0][f"T{i}", f"text number {i}"][-5:]) for i in range(70)]
@@ -148,14 +141,14 @@ def test_train_questions_put_aside_for_validation(tmp_path):
     rows = {"train": [musique_row(f"2hop__{i}_0", [GREEN], [0]) for i in range(60)],
             "dev": [musique_row("2hop__d_d", [GREEN], [0])]}
     musique_files(tmp_path / "in", rows)
-    result = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30))
+    result = make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30)
     train, dev, test = (set(by_id(tmp_path / "out", split)) for split in ("train", "dev", "test"))
     assert not train & dev and len(train | dev) == 60 and 8 < len(dev) < 30 and test == {"2hop__d_d"}
     assert result["dev_questions"] == len(dev) and result["dev_judged"] == len(golds(tmp_path / "out", "dev"))
-    again = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30))
+    again = make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30)
     assert again["already_there"]
     with pytest.raises(DataError, match="dev_percent=100"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "o"), dev_percent=100))
+        make("musique", str(tmp_path / "in"), str(tmp_path / "o"), dev_percent=100)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -169,13 +162,13 @@ def test_a_wrong_row_is_named(tmp_path, change, message):
     musique_files(tmp_path / "in", {"dev": [musique_row("2hop__0_0", [GREEN], [0]),
                                             musique_row("2hop__1_1", [GREEN], [0]) | change]})
     with pytest.raises(DataError, match=f"dev.jsonl:2: .*{re.escape(message)}|dev.jsonl:2: {re.escape(message)}"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False))
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False)
 
 
 def test_a_question_id_twice_is_an_error(tmp_path):
     musique_files(tmp_path / "in", {"dev": [musique_row("2hop__0_0", [GREEN], [0])] * 2})
     with pytest.raises(DataError, match="'2hop__0_0' occurs a second time"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False))
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False)
 
 
 def test_pool_equals_a_slow_one(tmp_path):
@@ -220,7 +213,7 @@ HOTPOT_ROWS = [hotpot_row("a1", [ED, SCOTT, ["Noise", []]], [["Scott Derrickson"
 
 def test_hotpotqa(tmp_path):
     put(f"{tmp_path}/in/hotpot_dev_distractor_v1.json", json.dumps(HOTPOT_ROWS))
-    result = questions.hotpotqa(HotpotqaConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+    result = make("hotpotqa", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
     assert golds(tmp_path / "out", "test") == {
         "a1": [("Scott Derrickson", "Scott Derrickson is a director."),
                ("Ed Wood & film", "Ed Wood is a 1994 film. It stars Johnny Depp.")],
@@ -239,7 +232,7 @@ def test_hotpotqa(tmp_path):
 def test_wrong_hotpot_rows_are_named(tmp_path, row, message):
     put(f"{tmp_path}/in/hotpot_dev_distractor_v1.json", json.dumps([row]))
     with pytest.raises(DataError, match=message):
-        questions.hotpotqa(HotpotqaConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+        make("hotpotqa", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
 
 
 def test_2wiki_takes_aliases_and_demonyms_of_the_answers_entity(tmp_path):
@@ -251,7 +244,7 @@ def test_2wiki_takes_aliases_and_demonyms_of_the_answers_entity(tmp_path):
     put(f"{tmp_path}/in/id_aliases.json", jsonl([
         {"Q_id": "Q1", "aliases": [f"alias {i}" for i in range(190)] + ["The Mask"], "demonyms": ["Maskian"]},
         {"Q_id": "Q2", "aliases": [], "demonyms": []}]))
-    questions.twowiki(TwowikiConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+    make("2wiki", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
     found = by_id(tmp_path / "out", "test")
     assert found["w1"].golden_answers == ["The Mask"] + [f"alias {i}" for i in range(190)] + ["Maskian"]
     assert found["w2"].golden_answers == ["no"] and found["w3"].golden_answers == ["x"]
@@ -269,7 +262,7 @@ SHEET = ('\ufeffQuestion,,,,Answer,Answer 2\r\nWho was it?,,,,james madison,\r\n
 
 def test_bamboogle(tmp_path):
     put(f"{tmp_path}/in/Bamboogle Prerelease - Sheet1.csv", SHEET)
-    result = questions.bamboogle(BamboogleConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+    result = make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
     assert [(q.id, q.question, q.golden_answers) for q in read_questions(f"{tmp_path}/out/test.jsonl")] == [
         ("bamboogle-test_0", "Who was it?", ["james madison"]),
         ("bamboogle-test_1", 'In 2016, who was the "host"?', ["April 30, 1789"]),
@@ -288,7 +281,7 @@ def test_bamboogle(tmp_path):
 def test_a_wrong_sheet_is_named(tmp_path, content, message):
     put(f"{tmp_path}/in/bamboogle.csv", content)
     with pytest.raises(DataError, match=message):
-        questions.bamboogle(BamboogleConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+        make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- cutting
@@ -369,8 +362,8 @@ def test_chunk_command(tmp_path):
         {"id": "d0", "title": "Title", "text": "a b c d. e f g h. i j", "metadata": {"source": "The Verge", "n": [1]}},
         {"id": 1, "contents": '"Quoted "inner" title"\nshort', "published_at": "2023-09-26", "source": ""},
         {"id": "d2", "contents": "no line end here"}]))
-    cfg = ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=5)
-    result = questions.chunk(cfg)
+    source = f"{tmp_path}/in.jsonl"
+    result = make("chunk", source, f"{tmp_path}/out", chunk_size=5)
     with open(tmp_path / "out/corpus.jsonl", encoding="utf-8") as f:
         rows = [json.loads(line) for line in f]
     assert [(r["id"], r["title"], r["text"]) for r in rows] == [
@@ -379,9 +372,8 @@ def test_chunk_command(tmp_path):
         ("c3", 'Quoted "inner" title', "published_at: 2023-09-26\n\nshort"), ("c4", "", "no line end here")]
     assert [r["metadata"]["doc_chunk_id"] for r in rows] == [0, 1, 2, 0, 0]  # each its own: the original's bug
     assert rows[1]["metadata"] == {"source": "The Verge", "n": [1], "doc_id": "d0", "doc_chunks": 3, "doc_chunk_id": 1}
-    assert (result["documents"], result["passages"]) == (3, 5) and questions.chunk(cfg)["already_there"]
-    plain = ChunkConfig(source=cfg.source, out=f"{tmp_path}/plain", chunk_size=0, context_fields=[], prefix="p")
-    questions.chunk(plain)
+    assert (result["documents"], result["passages"]) == (3, 5) and make("chunk", source, f"{tmp_path}/out", chunk_size=5)["already_there"]
+    make("chunk", source, f"{tmp_path}/plain", chunk_size=0, context_fields=[], prefix="p")
     assert next(read_corpus(f"{tmp_path}/plain/corpus.jsonl")).contents == "a b c d. e f g h. i j"
 
 
@@ -391,21 +383,21 @@ def test_chunk_command(tmp_path):
 def test_chunk_names_a_wrong_type(tmp_path, row, message):
     put(f"{tmp_path}/in.jsonl", jsonl([{"id": "d", "title": 1984, "text": "a b"} | row]))
     with pytest.raises(DataError, match=message):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=0))
+        make("chunk", source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=0)
 
 
 def test_chunk_counts_with_a_tokenizer(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "tok")
     text = " ".join(f"wörd{i}" for i in range(40))
     put(f"{tmp_path}/in.jsonl", jsonl([{"id": "d", "title": "", "text": text}]))
-    questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=30, overlap=5,
-                                tokenizer=str(tmp_path / "tok")))
+    make("chunk", source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=30, overlap=5,
+                                tokenizer=str(tmp_path / "tok"))
     parts = [p.text for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")]
     assert all(len(part.encode()) <= 30 for part in parts) and len(parts) >= len(text.encode()) // 30
     with pytest.raises(DataError, match="tokenizer=.*tokenizer.json"):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/o2", tokenizer=f"{tmp_path}/none"))
+        make("chunk", source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/o2", tokenizer=f"{tmp_path}/none")
     with pytest.raises(DataError, match="no such file"):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/none.jsonl", out=f"{tmp_path}/o3"))
+        make("chunk", source=f"{tmp_path}/none.jsonl", out=f"{tmp_path}/o3")
 
 
 # --------------------------------------------------------------------------------------------------------- multihop-rag
@@ -438,8 +430,7 @@ MHR = [mhr_question(0, [(0, "First sentence here now."), (1, "Only one sentence 
 def test_multihoprag(tmp_path):
     put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
     put(f"{tmp_path}/in/dataset/MultiHopRAG.json", json.dumps(MHR))
-    cfg = MultihopragConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=6, test_questions=4)
-    result = questions.multihoprag(cfg)
+    result = make("multihoprag", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=6, test_questions=4)
     rows = [f"multihoprag-{i}" for i in range(12)]
     random.seed(42)  # as convert_dataset.py of deepsearch-rl does it
     random.shuffle(rows)
@@ -481,9 +472,8 @@ def test_with_overlap_a_fact_is_one_passage(tmp_path):
 def test_multihoprag_without_context_and_whole_documents(tmp_path):
     put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
     put(f"{tmp_path}/in/MultiHopRAG.json", json.dumps(MHR))
-    cfg = MultihopragConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=0, context_fields="title",
-                            test_questions=4, dev_percent=40)
-    result = questions.multihoprag(cfg)
+    result = make("multihoprag", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=0, context_fields="title",
+                  test_questions=4, dev_percent=40)
     assert [(p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == [
         (squeeze(a["title"]), a["body"]) for a in ARTICLES]
     assert result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4
@@ -505,7 +495,7 @@ WIKI_PASSAGES = [("0", "Evan Morris", 'Evan Morris was "a" lobbyist.\nNew line')
 def test_wiki18(tmp_path, name):
     raw = b"\xef\xbb\xbf" + "\n".join(WIKI).encode()
     put(f"{tmp_path}/in/{name}", gzip.compress(raw) if name.endswith(".gz") else raw)
-    result = questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+    result = make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
     assert [(p.id, p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == WIKI_PASSAGES
     assert (result["passages"], result["without_title"], result["without_text"]) == (6, 2, 0)
     assert result["differs_from_published"] == {"passages": {"found": 6, "published": 21_015_324}}
@@ -520,7 +510,7 @@ def test_wiki18(tmp_path, name):
 def test_wrong_wiki18_lines_are_named(tmp_path, lines, message):
     put(f"{tmp_path}/in/wiki-18.jsonl.gz", gzip.compress("\n".join(lines).encode()))
     with pytest.raises(DataError, match=f"wiki-18.jsonl.gz{message}"):
-        questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+        make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
 
 
 def test_a_broken_download_is_an_error(tmp_path):
@@ -528,7 +518,7 @@ def test_a_broken_download_is_an_error(tmp_path):
     for content in (packed[:-2000], packed[:5000] + b"\0" * 100 + packed[5100:], b"<html>busy</html>"):
         put(f"{tmp_path}/in/wiki-18.jsonl.gz", content)
         with pytest.raises(DataError, match="the download is broken|not valid JSON|not UTF-8"):
-            questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+            make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
         assert not os.path.exists(f"{tmp_path}/out")
 
 
@@ -538,7 +528,7 @@ def test_wiki18_needs_the_same_memory_for_any_length(tmp_path):
         with gzip.open(f"{tmp_path}/wiki-18.jsonl.gz", "wt", 1) as f:
             f.writelines(f'{{"id": "{i}", "contents": "\\"T{i}\\"\\n{"word " * 100}"}}\n' for i in range(n))
         tracemalloc.start()
-        questions.wiki18(Wiki18Config(str(tmp_path), f"{tmp_path}/out{n}", strict=False))
+        make("wiki18", str(tmp_path), f"{tmp_path}/out{n}", strict=False)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 500_000  # 18,000 passages more are 10 MB of text
@@ -572,7 +562,7 @@ FLASHRAG = [
 def test_flashrag(tmp_path):
     put(f"{tmp_path}/in/dev.jsonl", jsonl(FLASHRAG))
     put(f"{tmp_path}/in/test.jsonl", jsonl([{"id": "test_0", "question": "plain?", "golden_answers": "one"}]))
-    result = questions.flashrag(FlashragConfig(f"{tmp_path}/in", f"{tmp_path}/out", name="mix"))
+    result = make("flashrag", f"{tmp_path}/in", f"{tmp_path}/out", name="mix")
     dev = by_id(tmp_path / "out", "dev")
     assert {k: q.golden_answers for k, q in dev.items()} == {
         "dev_0": ["yes"], "dev_1": ["a", "b"], "dev_2": ["x"], "dev_3": ["y"], "dev_4": ["blue"],
@@ -603,12 +593,12 @@ def test_flashrag(tmp_path):
 def test_wrong_flashrag_rows_are_named(tmp_path, row, message):
     put(f"{tmp_path}/in/dev.jsonl", jsonl([row]))
     with pytest.raises(DataError, match=message):
-        questions.flashrag(FlashragConfig(f"{tmp_path}/in", f"{tmp_path}/out"))
+        make("flashrag", f"{tmp_path}/in", f"{tmp_path}/out")
 
 
 def test_flashrag_without_files_says_where_they_are(tmp_path):
     with pytest.raises(DataError, match="none of train.jsonl.*FlashRAG_datasets/tree/main"):
-        questions.flashrag(FlashragConfig(str(tmp_path), f"{tmp_path}/out"))
+        make("flashrag", str(tmp_path), f"{tmp_path}/out")
 
 
 # ----------------------------------------------------------------------------------------------------------- end to end
