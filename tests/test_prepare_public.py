@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from sources import conversations, files
 import prepare
+from config import check_ranges
 from data import DataError, read_array, read_corpus, read_questions, read_turns
 from prepare import ParquetConfig
 from runs import only_writer
@@ -33,10 +34,12 @@ def put(path, content):
         f.write(content if isinstance(content, bytes) else content.encode("utf-8"))
 
 
-def make(name, source, out, **settings):
-    """`prepare.py NAME source=… out=… …` without a process."""
-    config, function, _ = prepare.COMMANDS[name]
-    return function(config(source=str(source), out=str(out), **settings))
+def make(command, source, out, **settings):
+    """`prepare.py COMMAND source=… out=… …` without a process."""
+    config, function, _ = prepare.COMMANDS[command]
+    cfg = config(source=str(source), out=str(out), **settings)
+    check_ranges(cfg)
+    return function(cfg)
 
 
 def known(monkeypatch, name, counts):

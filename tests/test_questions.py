@@ -17,6 +17,7 @@ import pytest
 from sources import questions
 import evaluate
 import retriever
+from config import ConfigError
 from data import DataError, read_corpus, read_questions
 from evaluate import EvaluateConfig
 from retriever import RetrieverConfig
@@ -147,7 +148,7 @@ def test_train_questions_put_aside_for_validation(tmp_path):
     assert result["dev_questions"] == len(dev) and result["dev_judged"] == len(golds(tmp_path / "out", "dev"))
     again = make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30)
     assert again["already_there"]
-    with pytest.raises(DataError, match="dev_percent=100"):
+    with pytest.raises(ConfigError, match="dev_percent=100"):
         make("musique", str(tmp_path / "in"), str(tmp_path / "o"), dev_percent=100)
 
 
@@ -517,7 +518,7 @@ def test_a_broken_download_is_an_error(tmp_path):
     packed = gzip.compress("\n".join(f'{{"id": "{i}", "contents": "{i} {i}"}}' for i in range(50_000)).encode())
     for content in (packed[:-2000], packed[:5000] + b"\0" * 100 + packed[5100:], b"<html>busy</html>"):
         put(f"{tmp_path}/in/wiki-18.jsonl.gz", content)
-        with pytest.raises(DataError, match="the download is broken|not valid JSON|not UTF-8"):
+        with pytest.raises(DataError, match="cut off or broken|not valid JSON|not UTF-8"):
             make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
         assert not os.path.exists(f"{tmp_path}/out")
 
@@ -580,7 +581,7 @@ def test_flashrag(tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"id": "d", "question": "q"}, "dev.jsonl:1: golden_answers is 'None'"),
+    ({"id": "d", "question": "q"}, r"dev.jsonl:1: the answers are \[None\]"),
     ({"id": "d", "question": "q", "golden_answers": [2], "choices": ["a", "b"]}, r"\[2\] are no numbers of its 2"),
     ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": {"supporting_facts": {"title": []}, "context": {
         "title": ["a", "b"], "sentences": [["x"]]}}}, "2 titles and 1 paragraphs"),
