@@ -1,15 +1,14 @@
-"""Public conversational-search data sets → corpus, turns and qrels: TopiOCQA, QReCC, CANARD, MTRAG, TREC CAsT.
+"""Conversational-search data sets → corpus, turns, qrels: TopiOCQA, QReCC, CANARD, MTRAG, CAsT.
 
-Each function reads the official files of one set (`build.paths`, listed in published.yaml) and writes what `prepare.py`
-is asked for. A turn's human rewrite goes to `rewrite`, other published rewrites beside it.
+Each function reads the official files of one set (`build.paths`, listed in published.yaml) and
+writes what `prepare.py` is asked for. A turn's human rewrite goes to `rewrite`, other published
+rewrites beside it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import zipfile
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Annotated, Iterable, Iterator, Literal
@@ -26,7 +25,6 @@ from sources.files import (
     csv_rows,
     held_out,
     jsonl_rows,
-    open_zip,
     squeeze,
     zip_rows,
 )
@@ -39,20 +37,20 @@ class DevConfig(PublicConfig):
     """Of sets without a dev split of their own."""
 
     dev_percent: Annotated[int, between(0, 99)] = 0
-    """share of the training conversations put aside as dev, to validate on; test is the set that papers report on"""
+    """share of the training conversations put aside as dev, to validate on"""
 
     def splits(self) -> tuple[str, ...]:
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, conversation: str) -> str:
-        """Where a conversation of an official split goes; the official dev set is the papers' test."""
+        """Where a conversation goes; the official dev set, the papers' test set, becomes test."""
         if official == "train":
             return "dev" if held_out(conversation, self.dev_percent) else "train"
         return "test"
 
 
 def with_history(turns: Iterable[Turn]) -> Iterator[Turn]:
-    """Each turn with the questions and answers of those before it in its conversation as its context."""
+    """Each turn with the turns before it in its conversation as its context."""
     context: list[tuple[str, str]] = []
     conversation = None
     for turn in turns:
@@ -68,8 +66,9 @@ def with_history(turns: Iterable[Turn]) -> Iterator[Turn]:
 def topiocqa(cfg: DevConfig, build: Build) -> None:
     """TopiOCQA from the five official files; its dev set, which the papers test on, becomes test.
 
-    The gold is the first positive passage alone; ` [SEP] ` in a title becomes a space; ids are the TSV's. There are no
-    human rewrites; where retriever/rewrites_t5_qrecc/ lies there too, its rewrites go to `t5_rewrite`.
+    The gold is the first positive passage alone; ` [SEP] ` in a title becomes a space; ids are the
+    TSV's. There are no human rewrites; where retriever/rewrites_t5_qrecc/ lies there too, its
+    rewrites go to `t5_rewrite`.
     """
     build.write_splits(cfg.splits(), topiocqa_turns(cfg, build.paths))
 
@@ -84,7 +83,7 @@ def topiocqa(cfg: DevConfig, build: Build) -> None:
 
 
 def topiocqa_turns(cfg: DevConfig, paths: dict[str, str]) -> Iterator[tuple[str, Turn]]:
-    """(split, turn) of both official splits; turns, golds and rewrites stand in files that go row by row."""
+    """(split, turn) of both official splits; the files of a split go row by row."""
     for split in ("train", "dev"):
         files = [
             paths[key]
@@ -99,12 +98,12 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str]) -> Iterator[tuple[str,
                 for other in beside
             ):
                 raise next(r for r in rows if r is not None).error(
-                    f"another conversation or turn than in the same row of the other files ({', '.join(files)}), "
-                    "which go row by row: fetch them again"
+                    "another conversation or turn than in this row of the other files; they go row "
+                    f"by row: fetch them again ({', '.join(files)})"
                 )
             number, turn = row.text("Conversation_no"), row.number("Turn_no")
-            context = row.field("Context", list)
-            if len(context) != 2 * (turn - 1) or not all(isinstance(s, str) for s in context):
+            context = row.texts("Context")
+            if len(context) != 2 * (turn - 1):
                 raise row.error(
                     f"turn {turn} has {len(context)} texts of context, not {2 * (turn - 1)}"
                 )
@@ -136,9 +135,10 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str]) -> Iterator[tuple[str,
 def qrecc(cfg: DevConfig, build: Build) -> None:
     """QReCC from SCAI's turn files and the passage archive.
 
-    Passage ids are running numbers from 0 (`qrecc_members`); line n + 1 of raw_ids.txt is the raw id of passage n,
-    through which other numberings can be mapped. A turn without gold is not written but stays in later contexts, where
-    an empty answer reads UNANSWERABLE. Blank passages are kept (331,474 were counted before us).
+    Passage ids are running numbers from 0 (`qrecc_members`); line n + 1 of raw_ids.txt is the raw
+    id of passage n, through which other numberings can be mapped. A turn without gold is not
+    written but stays in later contexts, where an empty answer reads UNANSWERABLE. Blank passages
+    are kept (331,474 were counted before us).
     """
     numbers: dict[str, str] = {}  # raw id → passage id, of gold passages alone
     counts = build.counts
@@ -150,18 +150,14 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     build.check_counts(counts)
 
     def passages(raw_ids) -> Iterator[dict]:
-        with open_zip(build.paths["passages"]) as archive:
-            rows = chain.from_iterable(
-                zip_rows(archive, member) for member in qrecc_members(archive)
-            )
-            for number, row in enumerate(rows):
-                raw, text = row.text("id"), row.text("contents")
-                if raw in numbers:
-                    counts["gold raw ids that occur twice"] += bool(numbers[raw])
-                    numbers[raw] = str(number)  # the last one, as published
-                raw_ids.write(raw.replace("\n", " ") + "\n")
-                counts["blank_passages"] += not text.strip()
-                yield {"id": str(number), "contents": text}
+        for number, row in enumerate(zip_rows(build.paths["passages"], qrecc_members)):
+            raw, text = row.text("id"), row.text("contents")
+            if raw in numbers:
+                counts["gold raw ids that occur twice"] += bool(numbers[raw])
+                numbers[raw] = str(number)  # the last one, as published
+            raw_ids.write(raw.replace("\n", " ") + "\n")
+            counts["blank_passages"] += not text.strip()
+            yield {"id": str(number), "contents": text}
 
     with atomic_write(f"{build.folder}/raw_ids.txt") as raw_ids:
         build.write_corpus(passages(raw_ids))
@@ -177,18 +173,19 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     build.write_splits(cfg.splits(), turns())
 
 
-def qrecc_members(archive: zipfile.ZipFile) -> list[str]:
-    """The archive's JSONL members in the order that numbers the passages: commoncrawl, then all of wayback, as stored.
+def qrecc_members(names: list[str]) -> list[str]:
+    """The archive's JSONL members in the order that numbers the passages.
 
-    wayback-backfill is not put last: ConvSearch-R1's published numbering takes it for a part of wayback.
+    First commoncrawl, then all of wayback, as stored. wayback-backfill is not put last:
+    ConvSearch-R1's published numbering takes it for a part of wayback.
     """
-    files = [name for name in archive.namelist() if name.endswith(".jsonl")]
+    files = [name for name in names if name.endswith(".jsonl")]
     wayback = [name for name in files if "wayback" in name]
     commoncrawl = [name for name in files if "commoncrawl" in name and "wayback" not in name]
     if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(files):
         raise DataError(
-            f"{archive.filename}: {len(files)} JSONL members, {len(commoncrawl)} under commoncrawl and "
-            f"{len(wayback)} under wayback; both are expected and nothing else: fetch passages.zip again"
+            f"passages.zip: {len(files)} JSONL members, {len(commoncrawl)} under commoncrawl "
+            f"and {len(wayback)} under wayback; both are expected and nothing else: fetch it again"
         )
     return commoncrawl + wayback
 
@@ -209,8 +206,8 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
                 seen.add(number)
             if turn != before[1] + 1:
                 raise row.error(
-                    f"turn {turn} of conversation {number} follows turn {before[1]}; the published file numbers "
-                    "them one by one: fetch it again"
+                    f"turn {turn} of conversation {number} follows turn {before[1]}; the published "
+                    "file numbers them one by one: fetch it again"
                 )
             before = (number, turn)
             extra = {"source": row.text("Conversation_source")}
@@ -222,7 +219,7 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
                 turn,
                 [],
                 row.text("Question"),
-                list(dict.fromkeys(row.field("Truth_passages", list))),
+                list(dict.fromkeys(row.texts("Truth_passages"))),
                 answer=row.text("Truth_answer") or "UNANSWERABLE",
                 rewrite=row.text("Truth_rewrite"),
                 extra=extra,
@@ -245,8 +242,9 @@ def ten_split(key: str) -> str:
 def canard(cfg: PublicConfig, build: Build) -> None:
     """CANARD's dev.json: the answers of its dialogues are the passages; split by article.
 
-    Answers come from a dialogue's longest history, so its last turn has none and is left out; so are "I don't know",
-    "CANNOTANSWER", "yes", "no" and answers of fewer than four words. Question 1 is replaced by its rewrite everywhere.
+    Answers come from a dialogue's longest history, so its last turn has none and is left out; so
+    are "I don't know", "CANNOTANSWER", "yes", "no" and answers of fewer than four words. Question 1
+    is replaced by its rewrite everywhere.
     """
     dialogues: dict[str, list[Row]] = {}
     for row in array_rows(build.paths["turns"]):
@@ -261,10 +259,9 @@ def canard(cfg: PublicConfig, build: Build) -> None:
     turns: list[tuple[str, Turn]] = []
     for dialogue, rows in dialogues.items():
         article, section, *said = max((row["History"] for row in rows), key=len)
-        first = [row.squeezed("Rewrite") for row in rows if row.number("Question_no") == 1][
-            :1
-        ] or said[:1]
-        pairs = list(zip([*first, *said[2::2]], said[1::2]))
+        rewritten = [row.squeezed("Rewrite") for row in rows if row.number("Question_no") == 1]
+        opening = (rewritten or said)[:1]
+        pairs = list(zip([*opening, *said[2::2]], said[1::2]))
         title, golds = f"{article}, {section}", {}
         for number, (_, answer) in enumerate(pairs, 1):
             if not NO_PASSAGE.fullmatch(answer) and len(answer.split()) >= 4:
@@ -277,7 +274,7 @@ def canard(cfg: PublicConfig, build: Build) -> None:
                     dialogue,
                     number,
                     pairs[: number - 1],
-                    first[0] if number == 1 else row.squeezed("Question"),
+                    opening[0] if number == 1 else row.squeezed("Question"),
                     [golds[number]],
                     answer=pairs[number - 1][1],
                     rewrite=row.squeezed("Rewrite"),
@@ -295,10 +292,11 @@ DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
 def mtrag(cfg: PublicConfig, build: Build) -> None:
-    """MTRAG's human conversations with the full passage corpora of its four domains; split by conversation.
+    """MTRAG's human conversations with the passages of its four domains; split by conversation.
 
-    `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the order of
-    reference.jsonl; the md5 of that number splits them. The rewrites are Mixtral's, not a human's.
+    `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
+    order of reference.jsonl; the md5 of that number splits them. The rewrites are Mixtral's, not a
+    human's.
     """
     golds: dict[str, dict[str, list[str]]] = {domain: {} for domain in DOMAINS}
     rewrites: dict[str, str] = {}
@@ -354,28 +352,17 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
 
 
 def mtrag_passages(build: Build) -> Iterator[dict]:
+    def members(names: list[str]) -> list[str]:
+        return [n for n in names if n.endswith(".jsonl") and not n.startswith("__MACOSX")]
+
     for domain in DOMAINS:
         path = build.paths[f"{domain}_passages"]
-        with contextlib.ExitStack() as stack:
-            rows = jsonl_rows(path)
-            if path.endswith(".zip"):
-                archive = stack.enter_context(open_zip(path))
-                members = [
-                    n for n in archive.namelist() if re.fullmatch(r"(?!__MACOSX).*\.jsonl", n)
-                ]
-                if len(members) != 1:
-                    raise DataError(
-                        f"{path}: {len(members)} JSONL members; one is expected: fetch it again"
-                    )
-                rows = zip_rows(archive, members[0])
-            for row in rows:
-                title, text = squeeze(row.get("title") or ""), row.text("text")
-                head, _, rest = text.partition(
-                    "\n"
-                )  # the indexed texts begin with their title's line
-                text = squeeze(rest if squeeze(head) == title else text)
-                build.counts[f"{domain} passages"] += 1
-                yield {"id": row.text("_id"), "title": title, "text": text, "domain": domain}
+        for row in zip_rows(path, members) if path.endswith(".zip") else jsonl_rows(path):
+            title, text = squeeze(row.get("title") or ""), row.text("text")
+            head, _, rest = text.partition("\n")  # indexed texts begin with their title's line
+            text = squeeze(rest if squeeze(head) == title else text)
+            build.counts[f"{domain} passages"] += 1
+            yield {"id": row.text("_id"), "title": title, "text": text, "domain": domain}
 
 
 # ----------------------------------------------------------------------------------- TREC CAsT
@@ -386,7 +373,7 @@ class CastConfig(PublicConfig):
     """TREC CAsT"""
 
     relevant_from: int = 1
-    """lowest grade of a gold passage or document; the qrels keep the official grades whatever this says"""
+    """lowest grade of a gold passage or document; the qrels keep the official grades"""
 
 
 @dataclass
@@ -394,7 +381,7 @@ class Cast19Config(CastConfig):
     """`prepare.py cast19`"""
 
     duplicates: str = ""
-    """the track's duplicate_list_v1.0.txt: leave out the MARCO passages it lists; empty: keep all"""
+    """the track's duplicate_list_v1.0.txt: leave out what it lists; empty: keep all"""
 
 
 @dataclass
@@ -406,15 +393,8 @@ class Cast20Config(Cast19Config):
 
 
 def cast19(cfg: Cast19Config, build: Build) -> None:
-    """TREC CAsT 2019: topics with manual rewrites, graded qrels, MS MARCO and TREC CAR; no answers in its contexts."""
-    rewrites = {}
-    for number, line in read_lines(build.paths["rewrites"]):
-        key, tab, text = line.partition("\t")
-        if not tab:
-            raise DataError(
-                f"{build.paths['rewrites']}:{number}: turn id, tab, rewrite are expected: {line[:60]!r}"
-            )
-        rewrites[key.strip()] = squeeze(text)
+    """TREC CAsT 2019: manual rewrites, graded qrels, MS MARCO and TREC CAR; no answers."""
+    rewrites = {key: squeeze(text) for key, text in tab_pairs(build.paths["rewrites"])}
     turns = [turn for turn, _ in cast_turns(build.paths["topics"])]
     for turn in turns:
         turn.rewrite = rewrites.get(turn.query_id)
@@ -442,7 +422,7 @@ def cast20(cfg: Cast20Config, build: Build) -> None:
 
 
 def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
-    """(turn without history and golds, its row) of a topics file; a topic's turns in the order of their numbers."""
+    """(turn without history and golds, its row); a topic's turns in the order of their numbers."""
     for topic in array_rows(path):
         number, rows = topic.text("number"), topic.rows("turn")
         by_turn = {row.number("number"): row for row in rows}
@@ -454,7 +434,7 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
 
 
 def write_cast_passages(cfg: Cast19Config, build: Build, texts: dict[str, str]) -> dict[str, str]:
-    """MS MARCO (`MARCO_…`) and TREC CAR (`CAR_…`) as the corpus; fills in the texts of the passages in `texts`."""
+    """MS MARCO and TREC CAR as the corpus; fills in `texts`, whose keys are passage ids."""
     build.golds |= texts.keys() | relevant(cfg, build)
     left_out = copies(cfg.duplicates) if cfg.duplicates else set()
 
@@ -471,15 +451,19 @@ def write_cast_passages(cfg: Cast19Config, build: Build, texts: dict[str, str]) 
     return texts
 
 
-def marco_passages(build: Build) -> Iterator[tuple[str, str]]:
-    for number, line in read_lines(build.paths["marco"]):
+def tab_pairs(path: str) -> Iterator[tuple[str, str]]:
+    """(first column, rest) of the lines of a file that have a tab between them."""
+    for number, line in read_lines(path):
         key, tab, text = line.partition("\t")
-        if not tab or not key.strip().isdigit():
-            raise DataError(
-                f"{build.paths['marco']}:{number}: number, tab, passage are expected: {line[:60]!r}"
-            )
+        if not tab or not key.strip():
+            raise DataError(f"{path}:{number}: id, tab and text are expected, not {line[:60]!r}")
+        yield key.strip(), text.strip()
+
+
+def marco_passages(build: Build) -> Iterator[tuple[str, str]]:
+    for key, text in tab_pairs(build.paths["marco"]):
         build.counts["marco_passages"] += 1
-        yield f"MARCO_{key.strip()}", text.strip()
+        yield f"MARCO_{key}", text
 
 
 def car_passages(build: Build) -> Iterator[tuple[str, str]]:
@@ -488,7 +472,8 @@ def car_passages(build: Build) -> Iterator[tuple[str, str]]:
         from trec_car.read_data import iter_paragraphs
     except ImportError as e:
         raise DataError(
-            f"{build.paths['car']}: TREC CAR's format is read by its authors' package; pip install trec-car-tools"
+            f"{build.paths['car']}: TREC CAR's format is read by its authors' package; "
+            "pip install trec-car-tools"
         ) from e
     with open(build.paths["car"], "rb") as f:
         for paragraph in iter_paragraphs(f):
@@ -497,7 +482,7 @@ def car_passages(build: Build) -> Iterator[tuple[str, str]]:
 
 
 def copies(path: str) -> set[str]:
-    """The passages or documents that a duplicates file of the track lists behind the one that is kept."""
+    """What a duplicates file of the track lists behind the passage or document that is kept."""
     return {c.strip() for _, line in read_lines(path) for c in line.partition(":")[2].split(",")}
 
 
@@ -539,11 +524,12 @@ def write_judged(cfg: CastConfig, build: Build, turns: list[Turn]) -> None:
 
 
 def cast21(cfg: CastConfig, build: Build) -> None:
-    """TREC CAsT 2021: passages of MS MARCO documents, KILT and the Washington Post; its qrels judge documents.
+    """TREC CAsT 2021: MS MARCO documents, KILT, the Washington Post; its qrels judge documents.
 
-    Passage ids are DOCUMENT-N, as in the track's runs; gold_ids are documents. (Passage numbers differed between
-    versions of the splitter, so NIST judged documents.) `evaluate.py documents=true` scores a document by its best
-    passage. MARCO's duplicates and the repeated ids of the Washington Post are left out, as the track says.
+    Passage ids are DOCUMENT-N, as in the track's runs; gold_ids are documents. (Passage numbers
+    differed between versions of the splitter, so NIST judged documents.) `evaluate.py
+    documents=true` scores a document by its best passage. MARCO's duplicates and the repeated ids
+    of the Washington Post are left out, as the track says.
     """
     made = os.path.join(cfg.source, "passages")
     if not os.path.isdir(made) or not os.listdir(made):
@@ -597,10 +583,11 @@ PASSAGE = re.compile(r"<passage id=\"?(\d+)\"?>", re.IGNORECASE)
 
 
 def cast_documents(path: str) -> Iterator[tuple[str, str, str, list[tuple[int, str]]]]:
-    """(location, document id, title, [(passage number, text)]) of a file of the track's tool, a document at a time.
+    """(location, document id, title, [(passage number, text)]) of a file of the track's tool.
 
-    Its two forms: JSONL with `contents` a list of `{"body", "id"}`, and TREC web (of 2021 and of 2022, which differ in
-    capitals and in whether passages count from 0 or 1: the numbers are taken as they stand).
+    Its two forms: JSONL with `contents` a list of `{"body", "id"}`, and TREC web (of 2021 and of
+    2022, which differ in capitals and in whether passages count from 0 or 1: the numbers are taken
+    as they stand).
     """
     if path.endswith(".jsonl"):
         for row in jsonl_rows(path):

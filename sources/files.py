@@ -1,8 +1,9 @@
-"""The official files of public data sets: found or downloaded, checked against what was published, and read.
+"""The official files of public data sets: found or downloaded, checked and read.
 
-`published.yaml` lists each set's files and counts. `make_public` finds the files and calls the set's function, which
-writes corpus, turns or questions and qrels through a `Build`. Passages are streamed, never held. An output folder
-appears whole or not at all, with the resolved config and `made.json`, which says what made it.
+`published.yaml` lists each set's files and counts. `make_public` finds the files and calls the
+set's function, which writes corpus, turns or questions and qrels through a `Build`. Passages are
+streamed, never held. An output folder appears whole or not at all, with the resolved config and
+`made.json`, which says what made it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from data import (
     DataError,
     Turn,
     as_text,
+    as_texts,
     parse_object,
     read_array,
     read_jsonl,
@@ -56,7 +58,7 @@ def sha256(*paths: str) -> str:
 
 
 def already_made(out: str, made: dict) -> dict | None:
-    """The earlier result where folder `out` holds exactly what `made` describes; None where it is to be made.
+    """The earlier result where folder `out` holds what `made` describes; None: it is to be made.
 
     DataError: `out` holds files that this command did not write.
     """
@@ -71,7 +73,7 @@ def already_made(out: str, made: dict) -> dict | None:
     files = stamp.get("files", {}) if stamp.get("command") == made["command"] else {}
     if foreign := held - files.keys() - {"made.json"}:
         raise DataError(
-            f"out={out} holds {min(foreign)!r}, which `prepare.py {made['command']}` did not write; "
+            f"out={out} holds {min(foreign)!r}, not written by `prepare.py {made['command']}`; "
             "nothing is overwritten: give a new folder or remove this one"
         )
     whole = all(
@@ -84,9 +86,10 @@ def already_made(out: str, made: dict) -> dict | None:
 
 @contextlib.contextmanager
 def finished_folder(cfg, made: dict) -> Iterator[str]:
-    """A temporary folder that becomes `cfg.out` at the end, with the config and `made` (the caller adds "result").
+    """A temporary folder that becomes `cfg.out` at the end, with the config and `made`.
 
-    DataError: no turn or question in it (of a corpus alone: no passage), or another process is writing `cfg.out`.
+    The caller adds `made["result"]`. DataError: no turn or question in the folder (of a corpus
+    alone: no passage), or another process is writing `cfg.out`.
     """
     parent, name = os.path.split(cfg.out.rstrip("/"))
     with only_writer(parent or ".", name), atomic_folder(cfg.out) as folder:
@@ -117,7 +120,7 @@ class PublicConfig:
     out: str
     """folder to write: corpus.jsonl, and .jsonl and .qrels of each split"""
     strict: bool = True
-    """stop where a count or checksum is not the published one; false: go on, say it and record it in made.json"""
+    """stop where a count or checksum is not the published one; false: record it in made.json"""
     download: bool = False
     """fetch missing files into `source` first; a broken download is continued"""
 
@@ -134,25 +137,19 @@ class Build:
 
     def __init__(self, name: str, cfg: PublicConfig):
         self.name, self.cfg, self.known = name, cfg, published()[name]
-        self.files, self.published = (  # of a set without its train file: the rest
-            {
-                k: v
-                for k, v in self.known.get(what, {}).items()
-                if getattr(cfg, "train", True) or not k.startswith("train")
-            }
-            for what in ("files", "counts")
-        )
+        left_out = () if getattr(cfg, "train", True) else ("train", "train questions")
+        self.files = {k: v for k, v in self.known["files"].items() if k not in left_out}
+        counts = self.known.get("counts", {})
+        self.published = {k: v for k, v in counts.items() if k not in left_out}
         self.counts: Counter = Counter()
-        self.golds: set[str] = (
-            set()
-        )  # passages that the corpus must hold; write_corpus takes them out
+        self.golds: set[str] = set()  # passages that the corpus must hold and was not seen to hold
         self.differences: dict[str, dict] = {}
         self.checked: set[str] = set()
         self.folder = ""
         self.paths = self.find_files()
 
     def find_files(self) -> dict[str, str]:
-        """Where each official file lies; DataError that lists all missing ones with their addresses."""
+        """Where each official file lies; DataError that lists all missing ones."""
         paths, missing = {}, []
         for key, file in self.files.items():
             places = [os.path.join(self.cfg.source, name) for name in file["names"]]
@@ -182,17 +179,15 @@ class Build:
         """A difference from what was published stops a strict run; another records it."""
         if found == expected:
             return
-        found_text, expected_text = (
-            f"{n:,}" if isinstance(n, int) else n for n in (found, expected)
-        )
-        text = f"{what}: {found_text} found but {expected_text} published; {why}"
+        shown = [f"{n:,}" if isinstance(n, int) else n for n in (found, expected)]
+        text = f"{what}: {shown[0]} found but {shown[1]} published; {why}"
         if self.cfg.strict:
             raise DataError(f"{text}. strict=false goes on and records the difference in made.json")
         print(text, file=sys.stderr)
         self.differences[what] = {"found": found, "published": expected}
 
     def check_counts(self, keys: Collection[str]) -> None:
-        """Compare counts with the published ones, each once; dev is a part of train where no dev was published."""
+        """Compare with the published counts, each once; an unpublished dev is a part of train."""
         counts, remarks = self.published, self.known.get("remarks", {})
         for key in [key for key in counts if key in keys and key not in self.checked]:
             dev = key.replace("train", "dev")
@@ -202,7 +197,7 @@ class Build:
             self.checked.add(key)
 
     def write_corpus(self, passages: Iterable[dict], total: int = 0) -> None:
-        """corpus.jsonl, streamed; the published counts and `golds` are compared with what was in it."""
+        """corpus.jsonl, streamed; then compare with the published counts and `golds`."""
 
         def watched() -> Iterator[dict]:
             for passage in passages:
@@ -219,8 +214,8 @@ class Build:
         why = f"for example {lost[0]}: {CUT_OFF}" if lost else ""
         self.check("gold passages not in the corpus", len(lost), 0, why)
 
-    def write_splits(self, names: Iterable[str], turns: Iterable[tuple[str, Turn]]) -> None:
-        """`{split}.jsonl` and `{split}.qrels` of (split, turn) pairs; their golds are expected in the corpus."""
+    def write_splits(self, names: Collection[str], turns: Iterable[tuple[str, Turn]]) -> None:
+        """The files of (split, turn) pairs; the corpus must hold their golds."""
 
         def watched() -> Iterator[tuple[str, Turn]]:
             for name, turn in turns:
@@ -263,28 +258,24 @@ def write_corpus(path: str, passages: Iterable[dict], total: int = 0) -> int:
 
 
 def write_splits(
-    folder: str, names: Iterable[str], turns: Iterable[tuple[str, Turn]]
+    folder: str, names: Collection[str], turns: Iterable[tuple[str, Turn]]
 ) -> dict[str, int]:
-    """`{split}.jsonl` and `{split}.qrels` of (split, turn) pairs, streamed; the numbers of turns and conversations."""
+    """`{split}.jsonl` and `{split}.qrels` of (split, turn) pairs, streamed; the counts."""
+    counts = {f"{name}_turns": 0 for name in names}
     conversations: dict[str, set[str]] = {name: set() for name in names}
-    turns_of: Counter = Counter()
     with contextlib.ExitStack() as stack:
-        files, qrels = (
-            {
-                name: stack.enter_context(atomic_write(f"{folder}/{name}.{end}"))
-                for name in conversations
-            }
-            for end in ("jsonl", "qrels")
-        )
+        files = {
+            file: stack.enter_context(atomic_write(f"{folder}/{file}"))
+            for name in names
+            for file in (f"{name}.jsonl", f"{name}.qrels")
+        }
         for name, turn in turns:
-            files[name].write(ENCODE(turn.record()) + "\n")
-            qrels[name].writelines(f"{turn.query_id} 0 {gold} 1\n" for gold in turn.gold_ids)
-            turns_of[name] += 1
+            files[f"{name}.jsonl"].write(ENCODE(turn.record()) + "\n")
+            golds = (f"{turn.query_id} 0 {gold} 1\n" for gold in turn.gold_ids)
+            files[f"{name}.qrels"].writelines(golds)
+            counts[f"{name}_turns"] += 1
             conversations[name].add(turn.conversation_id)
-    counts = {}
-    for name, found in conversations.items():
-        counts |= {f"{name}_turns": turns_of[name], f"{name}_conversations": len(found)}
-    return counts
+    return counts | {f"{name}_conversations": len(conversations[name]) for name in names}
 
 
 def fetch(url: str, path: str) -> None:
@@ -300,10 +291,8 @@ def fetch(url: str, path: str) -> None:
         with urllib.request.urlopen(request, timeout=60) as answer:
             done = done if answer.status == 206 else 0  # 200: the server starts over, so do we
             left = int(answer.headers.get("Content-Length") or 0)
-            progress, total = (
-                Progress(left, f"download {os.path.basename(path)}", "bytes"),
-                done + left,
-            )
+            total = done + left
+            progress = Progress(left, f"download {os.path.basename(path)}", "bytes")
             with open(part, "ab" if done else "wb") as f:
                 while block := answer.read(1 << 20):
                     f.write(block)
@@ -329,7 +318,7 @@ def fetch(url: str, path: str) -> None:
 
 
 class Row(dict):
-    """A JSON object of a published file, which knows its place; a wrong field is a DataError that names it."""
+    """A JSON object of a published file; a wrong field is a DataError with file and line."""
 
     def __init__(self, fields: dict, location: str):
         super().__init__(fields)
@@ -359,6 +348,13 @@ class Row(dict):
     def number(self, key: str) -> int:
         return self.field(key, int)
 
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, in which a number is taken as its text."""
+        texts = as_texts(self.field(key, list))
+        if texts is None:
+            raise self.error(f"{key!r} is {str(self[key])[:60]!r}; a list of texts is expected")
+        return texts
+
     def rows(self, key: str) -> list[Row]:
         """A list of objects."""
         values = self.field(key, list)
@@ -385,7 +381,7 @@ def jsonl_rows(path: str) -> Iterator[Row]:
 
 
 def csv_rows(path: str, delimiter: str = "\t") -> Iterator[tuple[str, list[str]]]:
-    """(location, columns) of a file whose fields are quoted where they hold a delimiter, a quote or a line end."""
+    """(location, columns) of a CSV or TSV file, whose fields may be quoted."""
     csv.field_size_limit(1 << 26)
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter=delimiter)
     try:
@@ -396,26 +392,21 @@ def csv_rows(path: str, delimiter: str = "\t") -> Iterator[tuple[str, list[str]]
         raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
 
 
-def zip_rows(archive: zipfile.ZipFile, member: str) -> Iterator[Row]:
-    """The objects of a JSONL member of a zip archive, unpacked as it is read."""
-    number = 0
+def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
+    """The objects of JSONL files in a zip archive, unpacked as they are read.
+
+    `members(names)`: which of the archive's files, and in which order.
+    """
     try:
-        with archive.open(member) as packed:
-            for number, line in enumerate(io.TextIOWrapper(packed, "utf-8-sig", newline="\n"), 1):
-                if line.strip():
-                    location = f"{archive.filename}:{member}:{number}"
-                    yield Row(parse_object(line, location), location)
+        with zipfile.ZipFile(path) as archive:
+            for member in members(archive.namelist()):
+                text = io.TextIOWrapper(archive.open(member), "utf-8-sig", newline="\n")
+                for number, line in enumerate(text, 1):
+                    location = f"{path}:{member}:{number}"
+                    if line.strip():
+                        yield Row(parse_object(line, location), location)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error, UnicodeDecodeError) as e:
-        raise DataError(
-            f"{archive.filename}: {member}: {e} after line {number:,}; the archive is broken, fetch it again"
-        ) from e
-
-
-def open_zip(path: str) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as e:
-        raise DataError(f"{path}: {e}; the download is broken or incomplete, fetch it again") from e
+        raise DataError(f"{path}: {e}; the archive is broken or incomplete, fetch it again") from e
 
 
 def squeeze(text: str) -> str:

@@ -1,17 +1,20 @@
 """Multi-hop question sets as their authors publish them → corpus.jsonl, {split}.jsonl and .qrels; cutting of documents.
 
-Where the forms are written down: `raw_data_to_official_format.py` and README of StonyBrookNLP/musique (v1.0); "JSON
-Format" in the README of hotpotqa/hotpot; "Dataset Contents" in the README of Alab-NII/2wikimultihop, with the aliases of
-2wikimultihop_evaluate_v1.1.py; the sheet that ofirpress/self-ask links to; yixuantt/MultiHop-RAG, split as
-`convert_dataset.py` of ninehills/deepsearch-rl; "Use your own dataset" in the README of PeterGriffinJin/Search-R1;
+Where the forms are written down: `raw_data_to_official_format.py` and README of
+StonyBrookNLP/musique (v1.0); "JSON Format" in the README of hotpotqa/hotpot; "Dataset Contents" in
+the README of Alab-NII/2wikimultihop, with the aliases of 2wikimultihop_evaluate_v1.1.py; the sheet
+that ofirpress/self-ask links to; yixuantt/MultiHop-RAG, split as `convert_dataset.py` of
+ninehills/deepsearch-rl; "Use your own dataset" in the README of PeterGriffinJin/Search-R1;
 "Datasets" in the README of RUC-NLPIR/FlashRAG.
 
-A set that brings paragraphs along becomes a retrieval set. A passage is a distinct (title, text) after HTML entities and
-white space; two texts of a title that differ only in spacing or punctuation are one (the first is kept). Passage ids
-follow a content hash, so they say nothing about relevance, and the same files give the same ids. Relevant is the
-supporting paragraph as it stands in that question's context, in the order of the hops where it is known. A question of
-which a supporting paragraph is absent gets no qrels: half a judgment would let "all gold passages found" be true too
-early. It stays a question, and the result counts it. This is a closed pool, far easier than all of Wikipedia (`wiki18`).
+A set that brings paragraphs along becomes a retrieval set. A passage is a distinct (title, text)
+after HTML entities and white space; two texts of a title that differ only in spacing or punctuation
+are one (the first is kept). Passage ids follow a content hash, so they say nothing about relevance,
+and the same files give the same ids. Relevant is the supporting paragraph as it stands in that
+question's context, in the order of the hops where it is known. A question of which a supporting
+paragraph is absent gets no qrels: half a judgment would let "all gold passages found" be true too
+early. It stays a question, and the result counts it. This is a closed pool, far easier than all of
+Wikipedia (`wiki18`).
 """
 
 from __future__ import annotations
@@ -117,8 +120,8 @@ def write_judged(
 ) -> None:
     """`{split}.jsonl` of (split, question) rows, `{split}.qrels` where anything is judged, the pooled corpus.
 
-    Streamed: only keys are held. A question without text or answer is left out and counted: nothing could be asked, or
-    nothing scored. DataError: a question id that occurs twice.
+    Streamed: only keys are held. A question without text or answer is left out and counted: nothing
+    could be asked, or nothing scored. DataError: a question id that occurs twice.
     """
     counts, seen = build.counts, set()
     judged: dict[str, dict[str, list[bytes]]] = {split: {} for split in splits}
@@ -241,8 +244,8 @@ def write_multihop(
 def musique(cfg: MultihopConfig, build: Build) -> None:
     """MuSiQue-Ans v1.0: 20 paragraphs a question, 2 to 4 of them supporting; its dev set becomes test.
 
-    `metadata` keeps the shape of the hops ("2hop", "3hop1", …) as `type`, and the sub-questions. Unanswerable rows (of
-    the musique_full files) are left out and counted.
+    `metadata` keeps the shape of the hops ("2hop", "3hop1", …) as `type`, and the sub-questions.
+    Unanswerable rows (of the musique_full files) are left out and counted.
     """
     write_multihop(cfg, build, musique_rows)
 
@@ -276,7 +279,8 @@ def musique_rows(build: Build, split: str) -> Iterator[Judged]:
 def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
     """HotpotQA, distractor setting: 10 paragraphs a question, 2 of them supporting; its dev set becomes test.
 
-    Sentences carry their leading blank and are joined as they are. `metadata` keeps type, level and supporting facts.
+    Sentences carry their leading blank and are joined as they are. `metadata` keeps type, level and
+    supporting facts.
     """
     write_multihop(cfg, build, hotpotqa_rows)
 
@@ -302,8 +306,9 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
 def twowiki(cfg: MultihopConfig, build: Build) -> None:
     """2WikiMultihopQA with answer ids (April 2021): 10 paragraphs a question, 2 or 4 supporting; its dev becomes test.
 
-    Golden answers are the answer and the aliases and demonyms of its entity, as the official evaluation takes them.
-    Sentences are joined with a blank. `metadata` keeps type, supporting facts and evidences.
+    Golden answers are the answer and the aliases and demonyms of its entity, as the official
+    evaluation takes them. Sentences are joined with a blank. `metadata` keeps type, supporting
+    facts and evidences.
     """
     aliases = {
         row.text("Q_id"): row.field("aliases", list) + row.field("demonyms", list)
@@ -323,8 +328,9 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
 def bamboogle(cfg: PublicConfig, build: Build) -> None:
     """Bamboogle: 125 questions and their answers, no paragraphs; search `wiki18` for them.
 
-    Ids are `bamboogle-test_N`, N from 0: FlashRAG's numbers. Where the sheet turned a date or an accent into something
-    else ("22-Apr-04", "Tem??r"), it stays so: FlashRAG's file (`prepare.py flashrag`) is the one that papers score.
+    Ids are `bamboogle-test_N`, N from 0: FlashRAG's numbers. Where the sheet turned a date or an
+    accent into something else ("22-Apr-04", "Tem??r"), it stays so: FlashRAG's file (`prepare.py
+    flashrag`) is the one that papers score.
     """
     write_judged(build, "bamboogle", ["test"], bamboogle_rows(build.paths["questions"]))
     build.counts["questions"] = build.counts["test_questions"]
@@ -386,9 +392,10 @@ def break_strength(text: str, at: int) -> int:
 def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
     """(start, end) characters of the chunks of `text`, whose tokens begin at `starts`.
 
-    A chunk has at most `size` tokens and, but for the last, more than half of that: it ends at the strongest break in
-    the second half of its window, the last of equals. The next one begins exactly `overlap` tokens before that end.
-    Without overlap the spans partition the text: what stands between tokens goes to the left.
+    A chunk has at most `size` tokens and, but for the last, more than half of that: it ends at the
+    strongest break in the second half of its window, the last of equals. The next one begins
+    exactly `overlap` tokens before that end. Without overlap the spans partition the text: what
+    stands between tokens goes to the left.
     """
     if size < 2 or not 0 <= overlap <= size // 2:
         raise DataError(
@@ -447,7 +454,8 @@ def cut_document(
 ) -> list[tuple[tuple[int, int], dict]]:
     """((start, end) in `text`, passage without id) for each chunk of a document; every passage has metadata of its own.
 
-    The passage's text is the chunk, stripped, behind the lines of the context fields that the document has.
+    The passage's text is the chunk, stripped, behind the lines of the context fields that the
+    document has.
     """
     spans = [(0, len(text))]
     if cut.chunk_size:
@@ -524,10 +532,10 @@ class MultihopragConfig(Cut, PublicConfig):
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions; outlet and date stand before every passage.
 
-    A passage is relevant when it holds a fact of the evidence, found in the article (by url, else title) with white
-    space left out, as the authors' own evaluation does; of a fact that a cut divides, all parts are. Null questions,
-    answered by "Insufficient information.", have no evidence and no qrels. Ids are `multihoprag-N`, N the place in the
-    file.
+    A passage is relevant when it holds a fact of the evidence, found in the article (by url, else
+    title) with white space left out, as the authors' own evaluation does; of a fact that a cut
+    divides, all parts are. Null questions, answered by "Insufficient information.", have no
+    evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
     """
     articles: dict[str, Article] = {}  # by url and by title
     cut, counts = cfg.cutter(), build.counts
@@ -617,7 +625,8 @@ def title_and_text(contents: str) -> tuple[str, str]:
 def wiki18(cfg: PublicConfig, build: Build) -> None:
     """wiki-18, the corpus of Search-R1, ReSearch and FlashRAG: 21,015,324 Wikipedia passages of 100 words (Dec 2018).
 
-    Ids are the file's, whose numbers rise from line to line: that is checked, and no two are the same then.
+    Ids are the file's, whose numbers rise from line to line: that is checked, and no two are the
+    same then.
     """
 
     def passages() -> Iterator[dict]:
@@ -655,10 +664,11 @@ class FlashragConfig(PublicConfig):
 def flashrag(cfg: FlashragConfig, build: Build) -> None:
     """Any data set in FlashRAG's form: the train, dev and test.jsonl in `source`, and the paragraphs in their metadata.
 
-    HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each hop; other sets
-    come out as questions alone. HotpotQA's dev file is the fullwiki one, whose paragraphs often miss a gold: most of
-    its questions get no qrels (`prepare.py hotpotqa` has them all). The golden answers of multiple choice are numbers
-    of `choices`. The text of the context is left out of `metadata`.
+    HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each
+    hop; other sets come out as questions alone. HotpotQA's dev file is the fullwiki one, whose
+    paragraphs often miss a gold: most of its questions get no qrels (`prepare.py hotpotqa` has them
+    all). The golden answers of multiple choice are numbers of `choices`. The text of the context is
+    left out of `metadata`.
     """
     if not build.paths:
         raise DataError(
