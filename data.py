@@ -70,6 +70,10 @@ class Question:
     golden_answers: list[str]
     metadata: dict = field(default_factory=dict)
 
+    def record(self) -> dict:
+        """The question as a line of a questions file; empty metadata are left out."""
+        return {key: value for key, value in vars(self).items() if key != "metadata" or value}
+
 
 # ------------------------------------------------------------------------------------------------------------ readers
 

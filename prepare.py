@@ -335,7 +335,7 @@ def from_verl(row: Row, index: int) -> dict:
     text = "\n".join(m.text("content") for m in prompt.rows("prompt") if m.get("content"))
     truth = truth.get("target") if isinstance(truth, dict) else truth
     truth = [gold for gold in (truth if isinstance(truth, list) else [truth]) if gold is not None]
-    golds = questions.golden(truth, row.location)
+    golds = questions.golden(truth, row)
     if info.get("query_id"):
         query_id = info.text("query_id")
         conversation, _, turn = query_id.rpartition("_")
@@ -355,9 +355,9 @@ def from_verl(row: Row, index: int) -> dict:
         raise row.error(f"no question, or no golden answer; columns found: {', '.join(row)}")
     index = index if info.get("index") is None else info["index"]  # null where other rows have one
     keys = [place.text("id") for place in (row, info) if place.get("id") not in (None, "")]
-    record = {"id": (keys or [f"{info.get('split') or 'row'}_{index}"])[0], "question": question}
+    key = (keys or [f"{info.get('split') or 'row'}_{index}"])[0]
     metadata = info.object("metadata") or row.object("metadata")
-    return record | {"golden_answers": golds} | ({"metadata": metadata} if metadata else {})
+    return Question(key, question, golds, metadata).record()
 
 
 def read_history(text: str, turn: int, row: Row) -> list[tuple[str, str]]:

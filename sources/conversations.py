@@ -11,42 +11,23 @@ import os
 import re
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import Annotated, Iterable, Iterator, Literal
+from typing import Iterable, Iterator, Literal
 
-from config import between
 from data import DataError, Turn, read_lines
 from runs import atomic_write
 from sources.files import (
+    SPLITS,
     Build,
+    DevConfig,
     PublicConfig,
     Row,
     array_rows,
     bucket,
     csv_rows,
-    held_out,
     jsonl_rows,
     squeeze,
     zip_rows,
 )
-
-SPLITS = ("train", "dev", "test")
-
-
-@dataclass
-class DevConfig(PublicConfig):
-    """Of sets without a dev split of their own."""
-
-    dev_percent: Annotated[int, between(0, 99)] = 0
-    """share of the training conversations put aside as dev, to validate on"""
-
-    def splits(self) -> tuple[str, ...]:
-        return SPLITS if self.dev_percent else ("train", "test")
-
-    def split(self, official: str, conversation: str) -> str:
-        """Where a conversation goes; the official dev set, the papers' test set, becomes test."""
-        if official == "train":
-            return "dev" if held_out(conversation, self.dev_percent) else "train"
-        return "test"
 
 
 def with_history(turns: Iterable[Turn]) -> Iterator[Turn]:

@@ -23,11 +23,11 @@ import zipfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Collection, Iterable, Iterator
+from typing import Annotated, Any, Callable, Collection, Iterable, Iterator
 
 import yaml
 
-from config import save_config
+from config import between, save_config
 from data import (
     DataError,
     Turn,
@@ -40,6 +40,7 @@ from data import (
 )
 from runs import Progress, atomic_folder, atomic_write, only_writer
 
+SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
 ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
@@ -123,6 +124,23 @@ class PublicConfig:
     """stop where a count or checksum is not the published one; false: record it in made.json"""
     download: bool = False
     """fetch missing files into `source` first; a broken download is continued"""
+
+
+@dataclass
+class DevConfig(PublicConfig):
+    """Of sets that publish no dev split to validate on."""
+
+    dev_percent: Annotated[int, between(0, 99)] = 0
+    """share of the training conversations or questions put aside as dev, to validate on"""
+
+    def splits(self) -> tuple[str, ...]:
+        return SPLITS if self.dev_percent else ("train", "test")
+
+    def split(self, official: str, key: str) -> str:
+        """Where a conversation or question goes; the official dev set, the papers' test set, becomes test."""
+        if official == "train":
+            return "dev" if bucket(key, 100) < self.dev_percent else "train"
+        return "test"
 
 
 @functools.cache
@@ -417,8 +435,3 @@ def squeeze(text: str) -> str:
 def bucket(key: str, count: int) -> int:
     """0 to `count` - 1 by the md5 of `key`: the same in every run."""
     return int(hashlib.md5(key.encode()).hexdigest(), 16) % count
-
-
-def held_out(conversation: str, percent: int) -> bool:
-    """Whether a training conversation goes to dev."""
-    return bucket(conversation, 100) < percent

@@ -34,20 +34,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, BinaryIO, Callable, Iterable, Iterator
 
-from config import at_least, between
+from config import at_least
 from data import DataError, Question, as_texts
 from runs import atomic_write, write_jsonl
 from sources.files import (
     CUT_OFF,
     ENCODE,
     Build,
+    DevConfig,
     PublicConfig,
     Row,
     already_made,
     array_rows,
     csv_rows,
     finished_folder,
-    held_out,
     jsonl_rows,
     sha256,
     squeeze,
@@ -63,9 +63,7 @@ class Judged:
 
     question: Question
     paragraphs: list[tuple[str, str]] = field(default_factory=list)  # (title, text)
-    golds: list[int] = field(
-        default_factory=list
-    )  # positions in `paragraphs`, in the order of the hops
+    golds: list[int] = field(default_factory=list)  # positions in `paragraphs`, hop by hop
     complete: bool = True  # every supporting paragraph is among them
 
 
@@ -140,7 +138,7 @@ def write_judged(
                 raise DataError(f"question id {question.id!r} occurs a second time; {CUT_OFF}")
             seen.add(question.id)
             keys = [pool.add(title, text) for title, text in row.paragraphs]
-            files[split].write(ENCODE(record(question)) + "\n")
+            files[split].write(ENCODE(question.record()) + "\n")
             counts[f"{split}_questions"] += 1
             if row.golds and row.complete:
                 judged[split][question.id] = [keys[gold] for gold in row.golds]
@@ -153,15 +151,6 @@ def write_judged(
             build.write_corpus(pool.passages(ids), len(ids))
 
 
-def record(question: Question) -> dict:
-    row = {
-        "id": question.id,
-        "question": question.question,
-        "golden_answers": question.golden_answers,
-    }
-    return row | ({"metadata": question.metadata} if question.metadata else {})
-
-
 def write_qrels(build: Build, split: str, golds: dict[str, list[str]]) -> None:
     """Question id → relevant passages, each once; no file where nothing is judged."""
     build.counts[f"{split}_judged"] = len(golds)
@@ -171,13 +160,11 @@ def write_qrels(build: Build, split: str, golds: dict[str, list[str]]) -> None:
                 f.writelines(f"{question} 0 {key} 1\n" for key in dict.fromkeys(keys))
 
 
-def golden(answers: list, location: str) -> list[str]:
+def golden(answers: list, row: Row) -> list[str]:
     """Answers as strings, stripped, each once, blank ones left out; the list may come out empty."""
     texts = as_texts(answers)
     if texts is None:
-        raise DataError(
-            f"{location}: the answers are {str(answers)[:80]}; texts are expected there"
-        )
+        raise row.error(f"the answers are {str(answers)[:80]}; texts are expected there")
     return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
 
 
@@ -216,29 +203,25 @@ def supporting(titles: Iterable[str], paragraphs: list[tuple[str, str]]) -> tupl
 
 
 @dataclass
-class MultihopConfig(PublicConfig):
-    """What the multi-hop sets with a train and a dev file share."""
+class MultihopConfig(DevConfig):
+    """Sets with a train and a dev file; the dev set, which the papers report on, becomes test."""
 
     train: bool = True
     """read the train file too; false: the dev file alone, whose paragraphs then are the corpus"""
-    dev_percent: Annotated[int, between(0, 99)] = 0
-    """share of the training questions put aside as dev, to validate on; the official dev set is the papers' test"""
 
 
 def write_multihop(
-    cfg: MultihopConfig, build: Build, read: Callable[[Build, str], Iterator[Judged]]
+    cfg: MultihopConfig, build: Build, read: Callable[[Build, str], Iterable[Judged]]
 ) -> None:
-    """The official train and dev files; the dev set, which the papers report on, becomes test."""
+    """The official train and dev files, which `read(build, official split)` yields."""
 
     def rows() -> Iterator[tuple[str, Judged]]:
         for official in ("train", "dev") if cfg.train else ("dev",):
             for row in read(build, official):
                 build.counts[f"{official} questions"] += 1
-                aside = official == "train" and held_out(row.question.id, cfg.dev_percent)
-                yield "test" if official == "dev" else "dev" if aside else "train", row
+                yield cfg.split(official, row.question.id), row
 
-    train = ["train", "dev"] if cfg.dev_percent else ["train"]
-    write_judged(build, build.name, [*train, "test"] if cfg.train else ["test"], rows())
+    write_judged(build, build.name, cfg.splits() if cfg.train else ("test",), rows())
 
 
 def musique(cfg: MultihopConfig, build: Build) -> None:
@@ -256,23 +239,16 @@ def musique_rows(build: Build, split: str) -> Iterator[Judged]:
             build.counts["unanswerable"] += 1
             continue
         given, hops = row.rows("paragraphs"), row.rows("question_decomposition")
-        place = {paragraph.number("idx"): i for i, paragraph in enumerate(given)}
-        supporting = [
-            i for i, paragraph in enumerate(given) if paragraph.field("is_supporting", bool)
-        ]
+        place = {part.number("idx"): i for i, part in enumerate(given)}
+        flagged = [i for i, part in enumerate(given) if part.field("is_supporting", bool)]
         by_hop = [place.get(hop.get("paragraph_support_idx")) for hop in hops]
-        key = question_id(row, "id")
-        metadata = {
-            "type": key.partition("__")[0],
-            "question_decomposition": [
-                {k: hop.get(k) for k in ("id", "question", "answer")} for hop in hops
-            ],
-        }
-        answers = [row.text("answer"), *row.field("answer_aliases", list)]
+        key, answers = question_id(row, "id"), [row.text("answer"), *row.texts("answer_aliases")]
+        kept = [{k: hop.get(k) for k in ("id", "question", "answer")} for hop in hops]
+        metadata = {"type": key.partition("__")[0], "question_decomposition": kept}
         yield Judged(
-            Question(key, row.squeezed("question"), golden(answers, row.location), metadata),
-            [(paragraph.text("title"), paragraph.text("paragraph_text")) for paragraph in given],
-            list(dict.fromkeys([i for i in by_hop if i in supporting] + supporting)),
+            Question(key, row.squeezed("question"), golden(answers, row), metadata),
+            [(part.text("title"), part.text("paragraph_text")) for part in given],
+            list(dict.fromkeys([i for i in by_hop if i in flagged] + flagged)),
         )
 
 
@@ -298,7 +274,7 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
         )
     paragraphs = sentences(row.field("context", list), joint, row)
     metadata = {key: row[key] for key in kept if key in row} | {"supporting_facts": facts}
-    answers = golden([row.text("answer"), *aliases], row.location)
+    answers = golden([row.text("answer"), *aliases], row)
     question = Question(question_id(row, "_id"), row.squeezed("question"), answers, metadata)
     return Judged(question, paragraphs, *supporting((title for title, _ in facts), paragraphs))
 
@@ -340,18 +316,15 @@ def bamboogle_rows(path: str) -> Iterator[tuple[str, Judged]]:
     rows = csv_rows(path, ",")
     header = [squeeze(column) for column in next(rows, ("", []))[1]]
     if "Question" not in header or "Answer" not in header:
-        raise DataError(
-            f"{path}: the first line is {header}; the sheet has columns Question and Answer"
-        )
+        raise DataError(f"{path}: the first line is {header}; it has columns Question and Answer")
     for number, (location, cells) in enumerate(row for row in rows if any(row[1])):
+        row = Row(zip(header, cells), location)
         if len(cells) != len(header):
-            raise DataError(
-                f"{location}: {len(cells)} columns where the first line has {len(header)}; {CUT_OFF}"
-            )
-        answers = [squeeze(cell) for cell, name in zip(cells, header) if name.startswith("Answer")]
-        question, golds = squeeze(cells[header.index("Question")]), golden(answers, location)
+            raise row.error(f"{len(cells)} columns where the first line has {len(header)}")
+        answers = [squeeze(cell) for name, cell in row.items() if name.startswith("Answer")]
+        question, golds = row.squeezed("Question"), golden(answers, row)
         if not question or not golds:
-            raise DataError(f"{location}: question is {question!r}, answers are {golds}; {CUT_OFF}")
+            raise row.error(f"question is {question!r}, answers are {golds}; {CUT_OFF}")
         yield "test", Judged(Question(f"bamboogle-test_{number}", question, golds))
 
 
@@ -520,13 +493,11 @@ def chunk(cfg: ChunkConfig) -> dict:
 
 
 @dataclass
-class MultihopragConfig(Cut, PublicConfig):
+class MultihopragConfig(Cut, DevConfig):
     """`prepare.py multihoprag`"""
 
     test_questions: Annotated[int, at_least(0)] = 200
-    """questions of test: the first of a shuffle with seed 42, on which DeepSearch-RL reports (it calls them val)"""
-    dev_percent: Annotated[int, between(0, 99)] = 0
-    """share of the training questions put aside as dev, to validate on"""
+    """questions of test: the first of a shuffle with seed 42, DeepSearch-RL's val"""
 
 
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
@@ -560,13 +531,13 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     ]
     counts["questions"] = len(rows)
     random.Random(42).shuffle(rows)
-    splits = {split: [] for split in ("train", "dev", "test")[:: 1 if cfg.dev_percent else 2]}
+    splits = {split: [] for split in cfg.splits()}
     for place, row in enumerate(rows):
-        aside = held_out(row[0].id, cfg.dev_percent)
-        splits["test" if place < cfg.test_questions else "dev" if aside else "train"].append(row)
+        official = "test" if place < cfg.test_questions else "train"
+        splits[cfg.split(official, row[0].id)].append(row)
     for split, chosen in splits.items():
         counts[f"{split}_questions"] = len(chosen)
-        write_jsonl(f"{build.folder}/{split}.jsonl", (record(question) for question, _ in chosen))
+        write_jsonl(f"{build.folder}/{split}.jsonl", (question.record() for question, _ in chosen))
         write_qrels(build, split, {question.id: golds for question, golds in chosen if golds})
 
 
@@ -583,9 +554,7 @@ def multihoprag_row(
     counts["null_questions"] += not evidence
     counts["questions_without_all_gold"] += not all(found)
     metadata = {"type": row.text("question_type"), "evidence_list": evidence}
-    question = Question(
-        key, row.squeezed("query"), golden([row.text("answer")], row.location), metadata
-    )
+    question = Question(key, row.squeezed("query"), golden([row.text("answer")], row), metadata)
     return question, list(itertools.chain(*found)) if all(found) else []
 
 
@@ -698,7 +667,7 @@ def flashrag_row(row: Row) -> Judged:
                 f"golden_answers {answers} are no numbers of its {len(choices)} choices"
             )
         answers = [choices[a] for a in answers]
-    answers = golden(answers, row.location)
+    answers = golden(answers, row)
     paragraphs, golds, complete = flashrag_paragraphs(metadata)
     question = Question(question_id(row, "id"), row.squeezed("question"), answers, slim(metadata))
     return Judged(question, paragraphs, golds, complete)

@@ -163,7 +163,7 @@ def test_topiocqa_keeps_the_published_t5_rewrites_where_they_lie_there(tmp_path,
 
 
 def test_topiocqa_dev_is_whole_conversations_of_train(tmp_path, topiocqa_counts, monkeypatch):
-    monkeypatch.setattr(conversations, "held_out", lambda conversation, percent: conversation.endswith("_2") and percent == 5)
+    monkeypatch.setattr(files, "bucket", lambda key, count: 99 - 95 * key.endswith("_2"))
     out = f"{tmp_path}/out"
     make("topiocqa", source=topiocqa_source(tmp_path / "raw"), out=out, dev_percent=5)
     assert {t.conversation_id for t in read_turns(f"{out}/dev.jsonl")} == {"topiocqa-train_2"}
@@ -172,8 +172,9 @@ def test_topiocqa_dev_is_whole_conversations_of_train(tmp_path, topiocqa_counts,
 
 
 def test_the_share_held_out_is_about_what_was_asked_for():
-    held = sum(files.held_out(f"topiocqa-train_{i}", 5) for i in range(3509))
-    assert 120 < held < 230 and not any(files.held_out(str(i), 0) for i in range(100))
+    five, none = (files.DevConfig("source", "out", dev_percent=percent) for percent in (5, 0))
+    held = sum(five.split("train", f"topiocqa-train_{i}") == "dev" for i in range(3509))
+    assert 120 < held < 230 and {none.split("train", str(i)) for i in range(100)} == {"train"}
 
 
 def test_counts_are_asserted_and_a_difference_is_kept_when_told_to_go_on(tmp_path, capsys):
@@ -490,16 +491,10 @@ def test_mtrag_rules(tmp_path, monkeypatch):
     assert result["differs_from_published"]["gold passages not in the corpus"] == {"found": 1, "published": 0}
 
 
-SHARED = os.path.join(os.path.dirname(ROOT), "shared", "data", "conv")
-
-
-@pytest.mark.skipif(not os.path.isdir(f"{SHARED}/mtrag"), reason="no shared/data beside the project")
-def test_splits_are_those_of_the_shared_data():
-    for name in ("train", "dev", "test"):
-        assert {conversations.ten_split(t.conversation_id) for t in read_turns(f"{SHARED}/mtrag/{name}.jsonl")} == {name}
-        corpus = {p.id: p.title for p in read_corpus(f"{SHARED}/canard/corpus.jsonl")}
-        titles = [corpus[t.gold_ids[0]] for t in read_turns(f"{SHARED}/canard/{name}.jsonl")]
-        assert all(any(conversations.ten_split(title[:i]) == name for i in range(len(title)) if title[i] == ",") for title in titles)
+def test_the_split_of_mtrags_conversations():
+    split = {str(n): conversations.ten_split(str(n)) for n in range(1, 111)}
+    assert [int(n) for n, name in split.items() if name == "dev"] == [20, 35, 39, 40, 41, 51, 62, 63, 89, 102]
+    assert sum(name == "test" for name in split.values()) == 30 and split["14"] == "test"
 
 
 # ---------------------------------------------------------------------------------------------------------------- cast

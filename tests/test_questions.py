@@ -156,7 +156,7 @@ def test_train_questions_put_aside_for_validation(tmp_path):
     ({"id": "2hop 1"}, "'2hop 1' is empty or holds a blank"),
     ({"paragraphs": None}, "'paragraphs' is 'None'; the published format has a list"),
     ({"answer": ["x"]}, "'answer' is"),
-    ({"answer_aliases": [["x"]]}, "the answers are"),
+    ({"answer_aliases": [["x"]]}, "'answer_aliases' is"),
     ({"paragraphs": [{"idx": 0, "title": "t", "paragraph_text": "x", "is_supporting": 1}]}, "'is_supporting' is '1'"),
 ])
 def test_a_wrong_row_is_named(tmp_path, change, message):
