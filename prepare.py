@@ -1,8 +1,8 @@
-"""Data and models in the project's own forms: one sub-command each (`python prepare.py --help` lists them).
+"""Data and models in the project's own forms; `python prepare.py --help` lists the commands.
 
-`demo` copies the demo's data. `model` turns small models that come in ordinary packages into Hugging Face folders.
-`parquet` converts from and to verl's training files. `chunk` cuts documents. The others read public data sets from the
-files that their authors publish, laid in one folder (sources/).
+`demo` copies the demo's data. `model` turns small models that come in ordinary packages into
+Hugging Face folders. `parquet` converts from and to verl's training files. `chunk` cuts documents.
+The others read public data sets from the files that their authors publish, laid in one folder.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def demo(cfg: DemoConfig) -> dict:
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside ordinary Python packages; the files are located, the packages never imported."""
+    """A model inside ordinary Python packages, which are located and never imported."""
 
     packages: tuple[str, ...]  # pinned, as pip takes them
     files: tuple[str, ...]  # package/path: a GGUF file's parts in order, or a folder's weights
     size: int  # bytes of the files together
     sha256: str  # of the files' bytes one after the other
     licence: str
-    tie: bool = False  # the file holds the output head beside an equal embedding: keep the head's matrix for both
+    tie: bool = False  # the stored output head becomes input embedding too
 
     @property
     def install(self) -> str:
@@ -111,7 +111,7 @@ MODELS = {
         "Apache-2.0",
     ),
 }
-CARRIED = (  # of a packaged folder: what transformers reads; pickles and other libraries' settings stay behind
+CARRIED = (  # what transformers reads of a packaged folder; pickles stay behind
     "config.json",
     "model.safetensors",
     "tokenizer.json",
@@ -122,31 +122,28 @@ CARRIED = (  # of a packaged folder: what transformers reads; pickles and other 
 
 
 def locate(name: str, packaged: Packaged) -> list[str]:
-    """Paths of a packaged model's files. DataError, with the pip command: a file is absent or another than the known."""
+    """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
     paths = []
     for file in packaged.files:
         package, _, inside = file.partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise DataError(
-                f"name={name}: the package {package!r} that holds the model is not installed; {packaged.install}"
+                f"name={name}: the package {package!r} that holds the model is not installed; "
+                f"{packaged.install}"
             )
         paths.append(os.path.join(next(iter(spec.submodule_search_locations)), inside))
-        if not os.path.isfile(paths[-1]):
-            raise DataError(
-                f"name={name}: {paths[-1]} is missing from its package; {packaged.install} --force-reinstall"
-            )
     size, digest = sum(map(os.path.getsize, paths)), sha256(*paths)
     if (size, digest) != (packaged.size, packaged.sha256):
         raise DataError(
-            f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected {packaged.size} bytes and "
-            f"{packaged.sha256}; {packaged.install} --force-reinstall"
+            f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected "
+            f"{packaged.size} bytes and {packaged.sha256}; {packaged.install} --force-reinstall"
         )
     return paths
 
 
 def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
-    """The GGUF file that `paths` joined make, dequantised, as a Hugging Face folder with tokenizer and chat template.
+    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer.
 
     `tie`: the stored output head becomes input embedding too, and the config says so.
     """
@@ -167,9 +164,13 @@ def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
                     shutil.copyfileobj(part, whole)
         paths = [joined]
     source, file = os.path.split(paths[0])
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source,
+        gguf_file=file,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     )
     if isinstance(
         model.config.eos_token_id, int
@@ -242,7 +243,7 @@ class ParquetConfig:
 
 
 def parquet(cfg: ParquetConfig) -> dict:
-    """Rows of verl's training files (ConvSearch-R1, Search-R1, ReSearch) from and to the project's JSONL."""
+    """verl's training files (ConvSearch-R1, Search-R1, ReSearch) from and to JSONL."""
     try:
         import pyarrow
         import pyarrow.parquet as pq
@@ -280,7 +281,7 @@ def parquet(cfg: ParquetConfig) -> dict:
 
 
 def turn_row(turn: Turn, index: int, cfg: ParquetConfig) -> dict:
-    """ConvSearch-R1's row, with our prompt; what the row has no place for goes to extra_info as JSON."""
+    """ConvSearch-R1's row, with our prompt; the whole record goes to extra_info as JSON."""
     return {
         "data_source": cfg.data_source,
         "prompt": [{"role": "user", "content": rewrite_prompt(turn)}],
@@ -320,8 +321,9 @@ HISTORY = re.compile(
 def from_verl(row: Row, index: int) -> dict:
     """The project's record in a verl row: a turn where it has a query id, else a question.
 
-    The history of ConvSearch-R1's rows stands only in the prompt's text, between its two context lines; the question of
-    Search-R1's only behind the last "Question:" of the prompt, unless the row kept a column for it.
+    The history of ConvSearch-R1's rows stands only in the prompt's text, between its two context
+    lines; the question of Search-R1's only behind the last "Question:" of the prompt, unless the
+    row kept a column for it.
     """
     info, truth = row.object("extra_info"), row.object("reward_model").get("ground_truth")
     if truth is None:
@@ -342,8 +344,8 @@ def from_verl(row: Row, index: int) -> dict:
         found = HISTORY.search(text)
         if not found or not turn.isdigit() or not info.get("question"):
             raise row.error(
-                "a rewriting row needs extra_info.question, a query_id that ends in _TURN and the history between "
-                f"two Context lines of the prompt; query_id is {query_id!r}"
+                "a rewriting row needs extra_info.question, a query_id that ends in _TURN and the "
+                f"history between two Context lines of the prompt; query_id is {query_id!r}"
             )
         history = read_history(found[1], int(turn), row)
         return Turn(
@@ -361,7 +363,7 @@ def from_verl(row: Row, index: int) -> dict:
 
 
 def read_history(text: str, turn: int, row: Row) -> list[tuple[str, str]]:
-    """The pairs of `Q1: …`, `A1: …`, `Q2: …` lines before a turn; a text may go over several lines."""
+    """The pairs of `Q1: …`, `A1: …`, `Q2: …` before a turn; a text may have several lines."""
     pairs, rest = [], text
     for i in range(1, turn):
         found = re.match(rf"Q{i}: (.*?)\nA{i}: (.*?)(?=\nQ{i + 1}: |\Z)", rest, re.DOTALL)
@@ -396,7 +398,7 @@ def usage() -> str:
 
 
 def command_line(argv: list[str]) -> None:
-    """`COMMAND key=value …`: hand the rest of the line to the command; status 2 for an unknown one."""
+    """Hand `key=value …` to the command before it; status 2 for an unknown command."""
     if argv and argv[0] in ("-h", "--help"):
         print(usage())
     elif argv and argv[0] in COMMANDS:

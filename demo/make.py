@@ -1,8 +1,9 @@
-"""Makes the demo's data from the tables beside it: `python demo/make.py` writes what is committed here, bit for bit.
+"""Makes the demo's data from its tables: `python demo/make.py` writes the committed files.
 
-Conversations about real facts. What makes them a task for a rewriter: a conversation moves from an entity to another one
-and back (novel → its author → the novel), later questions say "she", "that country", "the first film" or only "When?",
-and the corpus holds the same aspect of other entities and the other aspects of the same entity.
+Conversations about real facts. What makes them a task for a rewriter: a conversation moves from an
+entity to another one and back (novel → its author → the novel), later questions say "she", "that
+country", "the first film" or only "When?", and the corpus holds the same aspect of other entities
+and the other aspects of the same entity.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Fact:
     gold_ids: list[str] = field(default_factory=list)
 
     def say(self, template: str, reference: Reference | None = None) -> str:
-        """A template of the aspect about the entity, spoken of by `reference` (default: its name)."""
+        """A template about the entity, spoken of by `reference` (default: its name)."""
         s, o, p = reference or by_name(self.entity.label)
         be, a = "was" if self.entity.dead else "is", "an" if self.value[0] in "AEIOU" else "a"
         text = template.format(s=s, o=o, p=p, v=self.value, a=a, noun=self.entity.noun, be=be)
@@ -147,7 +148,7 @@ class Said(NamedTuple):
 
 
 class Conversation:
-    """Draws the turns of one conversation about `entities`; no fact in `asked` is asked for again."""
+    """Draws the turns of one conversation; no fact in `asked` is asked for again."""
 
     def __init__(self, rng: random.Random, entities: list[Entity], asked: set[Fact]):
         self.rng, self.entities, self.asked = rng, entities, asked
@@ -173,14 +174,14 @@ class Conversation:
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
 
     def template(self, templates: list[str], reference: Reference | None) -> str:
-        """One of the templates; of those that read well with a pronoun ("the capital of it" is nobody's English)."""
+        """One of the templates; not "the capital of it" where another suits a pronoun."""
         if reference in PRONOUNS.values():
             clumsy = re.compile(r"\b(of|in|on|for) {[so]}")
             templates = [t for t in templates if not clumsy.search(t)] or templates
         return self.rng.choice(templates)
 
     def ask(self, fact: Fact, reference: Reference | None = None, question: str = "") -> Said:
-        """The turn that asks for `fact`: by `question`, or by a template of its aspect with `reference`."""
+        """The turn that asks for `fact`: by `question`, or by a template with `reference`."""
         template = self.template(fact.form["questions"], reference)
         short = PRONOUNS[fact.entity.pronoun] if reference and self.rng.random() < 0.5 else None
         answer = fact.say(self.template(fact.form["answers"], short), short)
@@ -201,7 +202,7 @@ class Conversation:
         return None
 
     def rivals(self, entity: Entity, aspect: str) -> bool:
-        """Whether the last answer named somebody or something else that the entity's pronoun could as well mean."""
+        """Whether the entity's pronoun could as well mean what the last answer named."""
         last = self.said[-1].fact
         other = last.link
         if entity.pronoun != "it" and last.form.get("person") and other is not entity:
@@ -247,7 +248,7 @@ class Conversation:
         return self.ask(fact, self.rng.choice(forms)) if forms else None
 
     def back(self) -> Said | None:
-        """Back to an entity from earlier on: the novel, the first country, or a pronoun that fits nobody else."""
+        """Back to an earlier entity: the novel, the first country, an unambiguous "she"."""
         earlier = [e for e in self.subjects() if e is not self.said[-1].fact.entity]
         target = self.rng.choice(earlier) if earlier else None
         fact = target and self.pick(target)
@@ -278,7 +279,7 @@ class Conversation:
         return self.ask(fact, by_name(label), form.format(label))
 
     def draw(self, start: Entity, length: int) -> list[Said]:
-        """Up to `length` turns, the first one self-contained; fewer where nothing is left to say."""
+        """Up to `length` turns, the first one self-contained; fewer where no fact is left."""
         first = self.pick(start)
         if first:
             self.said.append(self.ask(first))
@@ -295,7 +296,7 @@ class Conversation:
 def draw_split(
     name: str, count: int, entities: list[Entity], seed: int
 ) -> tuple[list[Turn], set[Fact]]:
-    """`count` turns in conversations of three to six about `entities`, and the facts that they ask for, each once."""
+    """`count` turns in conversations of three to six, and the facts that they ask for."""
     rng = random.Random(f"{seed}/{name}")
     asked: set[Fact] = set()
     turns: list[Turn] = []
@@ -305,8 +306,8 @@ def draw_split(
         left = count - len(turns)
         if failures > 2 * len(entities) or left < 3:
             raise DataError(
-                f"{name}_turns={count}: the tables give {len(turns)} turns in conversations of 3 to 6; set "
-                f"{name}_turns to a number from 3 to that"
+                f"{name}_turns={count}: the tables give {len(turns)} turns in conversations of 3 "
+                f"to 6; set {name}_turns to a number from 3 to that"
             )
         starts = starts or rng.sample(entities, len(entities))
         length = rng.choice([n for n in (3, 4, 5, 5, 6, 6) if left - n >= 3 or left == n] or [left])
@@ -343,8 +344,9 @@ class MakeConfig:
 def main(cfg: MakeConfig) -> dict:
     """Draw test, dev and train, and write them with the corpus of all facts.
 
-    No entity is asked about in two splits. A fact that a second passage states too has two golds, and that passage may be
-    the gold of another split's turn: dev gives up golds of test, train those of both, a turn without gold is left out.
+    No entity is asked about in two splits. A fact that a second passage states too has two golds,
+    and that passage may be the gold of another split's turn: dev gives up golds of test, train
+    those of both, a turn without gold is left out.
     """
     entities = read_tables(cfg.seed)
     free, held, splits = entities, set(), {}

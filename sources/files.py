@@ -137,7 +137,7 @@ class DevConfig(PublicConfig):
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """Where a conversation or question goes; the official dev set, the papers' test set, becomes test."""
+        """Where a conversation or question goes; the official dev set is the papers' test."""
         if official == "train":
             return "dev" if bucket(key, 100) < self.dev_percent else "train"
         return "test"

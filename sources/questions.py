@@ -1,4 +1,4 @@
-"""Multi-hop question sets as their authors publish them → corpus.jsonl, {split}.jsonl and .qrels; cutting of documents.
+"""Multi-hop question sets → corpus, questions and qrels; cutting of documents.
 
 Where the forms are written down: `raw_data_to_official_format.py` and README of
 StonyBrookNLP/musique (v1.0); "JSON Format" in the README of hotpotqa/hotpot; "Dataset Contents" in
@@ -91,7 +91,7 @@ class Pool:
         self.places: dict[bytes, int] = {}
 
     def add(self, title: str, text: str) -> bytes:
-        """Key of the cleaned paragraph, which is kept unless an equal one (but for spacing and punctuation) is."""
+        """Key of a paragraph, kept unless an equal one (but for spacing and punctuation) is."""
         title, text = clean(title), clean(text)
         same = unicodedata.normalize("NFC", f"{title}\n{text.translate(_KEPT)}")
         key = hashlib.sha256(same.encode()).digest()[:16]
@@ -116,7 +116,7 @@ class Pool:
 def write_judged(
     build: Build, name: str, splits: Iterable[str], rows: Iterable[tuple[str, Judged]]
 ) -> None:
-    """`{split}.jsonl` of (split, question) rows, `{split}.qrels` where anything is judged, the pooled corpus.
+    """(split, question) rows as `{split}.jsonl` and, where judged, `.qrels`; the pooled corpus.
 
     Streamed: only keys are held. A question without text or answer is left out and counted: nothing
     could be asked, or nothing scored. DataError: a question id that occurs twice.
@@ -177,7 +177,7 @@ def question_id(row: Row, key: str) -> str:
 
 
 def sentences(context: list, joint: str, row: Row) -> list[tuple[str, str]]:
-    """(title, text) of HotpotQA's `[[title, [sentence, …]], …]`; `joint` stands between the sentences."""
+    """(title, text) of HotpotQA's `[[title, [sentence, …]], …]`; `joint` joins sentences."""
     found = []
     for entry in context:
         match entry:
@@ -191,7 +191,7 @@ def sentences(context: list, joint: str, row: Row) -> list[tuple[str, str]]:
 
 
 def supporting(titles: Iterable[str], paragraphs: list[tuple[str, str]]) -> tuple[list[int], bool]:
-    """(positions of the paragraphs of these titles, in the titles' order; is every title there?)."""
+    """(positions of the paragraphs with these titles, in that order; is every title there?)."""
     places: dict[str, list[int]] = {}
     for position, (title, _) in enumerate(paragraphs):
         places.setdefault(title, []).append(position)
@@ -225,7 +225,7 @@ def write_multihop(
 
 
 def musique(cfg: MultihopConfig, build: Build) -> None:
-    """MuSiQue-Ans v1.0: 20 paragraphs a question, 2 to 4 of them supporting; its dev set becomes test.
+    """MuSiQue-Ans v1.0: 20 paragraphs a question, 2 to 4 supporting; its dev set becomes test.
 
     `metadata` keeps the shape of the hops ("2hop", "3hop1", …) as `type`, and the sub-questions.
     Unanswerable rows (of the musique_full files) are left out and counted.
@@ -253,7 +253,7 @@ def musique_rows(build: Build, split: str) -> Iterator[Judged]:
 
 
 def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
-    """HotpotQA, distractor setting: 10 paragraphs a question, 2 of them supporting; its dev set becomes test.
+    """HotpotQA, distractor setting: 10 paragraphs a question, 2 supporting; dev becomes test.
 
     Sentences carry their leading blank and are joined as they are. `metadata` keeps type, level and
     supporting facts.
@@ -280,7 +280,7 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
 
 
 def twowiki(cfg: MultihopConfig, build: Build) -> None:
-    """2WikiMultihopQA with answer ids (April 2021): 10 paragraphs a question, 2 or 4 supporting; its dev becomes test.
+    """2WikiMultihopQA (April 2021): 10 paragraphs a question, 2 or 4 supporting; dev becomes test.
 
     Golden answers are the answer and the aliases and demonyms of its entity, as the official
     evaluation takes them. Sentences are joined with a blank. `metadata` keeps type, supporting
@@ -335,7 +335,7 @@ _CLOSERS = "\"'”’)]»"
 
 
 def token_starts(text: str, tokenizer: Any = None) -> list[int]:
-    """Where each token of `text` starts; without a tokenizer a token is a word or a punctuation mark."""
+    """Where each token of `text` starts; without a tokenizer: each word or punctuation mark."""
     if tokenizer is None:
         return [match.start() for match in _WORD.finditer(text)]
     encoded = tokenizer(
@@ -345,7 +345,7 @@ def token_starts(text: str, tokenizer: Any = None) -> list[int]:
 
 
 def break_strength(text: str, at: int) -> int:
-    """How good a place to cut is `text[at]`: 4 line end, 3 sentence end, 2 pause, 1 white space, 0 inside a word."""
+    """How good a cut at `text[at]` is: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
     left, right = at, at
     while left > 0 and text[left - 1].isspace():
         left -= 1
@@ -372,7 +372,8 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
     """
     if size < 2 or not 0 <= overlap <= size // 2:
         raise DataError(
-            f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap from 0 to half of it"
+            f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap "
+            "from 0 to half of it"
         )
     bounds = [0, *starts[1:], len(text)]  # bounds[k]: where token k begins
     strength = [0, *(break_strength(text, bound) for bound in bounds[1:])]
@@ -394,9 +395,9 @@ class Cut:
     overlap: int = 0
     """tokens that a passage repeats of the one before it"""
     tokenizer: str = ""
-    """Hugging Face folder whose tokenizer counts; without one a token is a word or a punctuation mark"""
+    """Hugging Face folder whose tokenizer counts; without one words and punctuation marks count"""
     context_fields: str | list[str] = "title,source,published_at"
-    """what stands before every passage: `title` as its title, the others as `field: value` lines of its text"""
+    """what stands before every passage: `title` as its title, others as lines `field: value`"""
 
     def cutter(self) -> Callable[[str, str, dict, str], list[tuple[tuple[int, int], dict]]]:
         """`cut_document` with these settings. DataError: no such tokenizer, or a slow one."""
@@ -410,7 +411,7 @@ def open_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise DataError(
             f"tokenizer={path}: {str(e).splitlines()[0]}; name a folder with tokenizer.json"
@@ -425,7 +426,7 @@ def open_tokenizer(path: str) -> Any:
 def cut_document(
     cut: Cut, tokenizer: Any, names: list[str], title: str, text: str, metadata: dict, doc_id: str
 ) -> list[tuple[tuple[int, int], dict]]:
-    """((start, end) in `text`, passage without id) for each chunk of a document; every passage has metadata of its own.
+    """((start, end) in `text`, passage without id) for each chunk of a document.
 
     The passage's text is the chunk, stripped, behind the lines of the context fields that the
     document has.
@@ -452,7 +453,7 @@ class ChunkConfig(Cut):
     """`prepare.py chunk`"""
 
     source: str
-    """corpus file (JSONL): `id`, `title`, `text`, or `contents` with the title as its first line; `metadata` is kept"""
+    """a corpus as JSONL: `id`, `title`, `text`, or `contents` with the title as its first line"""
     out: str
     """folder to write: corpus.jsonl"""
     prefix: str = "c"
@@ -460,7 +461,7 @@ class ChunkConfig(Cut):
 
 
 def chunk(cfg: ChunkConfig) -> dict:
-    """Cut the documents of a corpus into passages of at most `chunk_size` tokens, title and context fields in front."""
+    """Cut documents into passages of `chunk_size` tokens at most, with context in front."""
     if not os.path.isfile(cfg.source):
         raise DataError(f"source={cfg.source}: no such file; name a corpus file (JSONL)")
     config = {key: value for key, value in vars(cfg).items() if key not in ("out", "source")}
@@ -501,7 +502,7 @@ class MultihopragConfig(Cut, DevConfig):
 
 
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
-    """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions; outlet and date stand before every passage.
+    """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
     A passage is relevant when it holds a fact of the evidence, found in the article (by url, else
     title) with white space left out, as the authors' own evaluation does; of a fact that a cut
@@ -567,7 +568,7 @@ class Article:
         self.spans: list[tuple[int, int, str]] = []  # (start, end, passage id)
 
     def holding(self, fact: str) -> list[str]:
-        """Ids of the passages that hold `fact`: the first that has it whole, else all that have a part; or none."""
+        """Ids of the passages that hold `fact`: the first with all of it, else all with a part."""
         wanted = "".join(fact.split())
         at = self.text.find(wanted) if wanted else -1
         if at < 0:
@@ -581,7 +582,7 @@ class Article:
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
-    """Title and text of `"title"` newline text; the pair of quotes around the title goes, inner ones stay."""
+    """Title and text of `"title"` newline text; quotes inside the title stay."""
     title, newline, text = contents.partition("\n")
     if not newline:
         return "", contents.strip()
@@ -592,7 +593,7 @@ def title_and_text(contents: str) -> tuple[str, str]:
 
 
 def wiki18(cfg: PublicConfig, build: Build) -> None:
-    """wiki-18, the corpus of Search-R1, ReSearch and FlashRAG: 21,015,324 Wikipedia passages of 100 words (Dec 2018).
+    """wiki-18, the corpus of Search-R1, ReSearch and FlashRAG: 21 M passages of 100 words.
 
     Ids are the file's, whose numbers rise from line to line: that is checked, and no two are the
     same then.
@@ -604,8 +605,8 @@ def wiki18(cfg: PublicConfig, build: Build) -> None:
             key = row.text("id")
             if not key.isdigit() or int(key) <= before:
                 raise row.error(
-                    f"id {key!r} behind {before}; ids are numbers that rise from line to line: the file is broken or "
-                    "two were joined, fetch it again"
+                    f"id {key!r} behind {before}; ids are numbers that rise from line to line: the "
+                    "file is broken or two were joined, fetch it again"
                 )
             before = int(key)
             if "contents" in row:
@@ -631,7 +632,7 @@ class FlashragConfig(PublicConfig):
 
 
 def flashrag(cfg: FlashragConfig, build: Build) -> None:
-    """Any data set in FlashRAG's form: the train, dev and test.jsonl in `source`, and the paragraphs in their metadata.
+    """Any data set in FlashRAG's form: train, dev and test.jsonl with the paragraphs in metadata.
 
     HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each
     hop; other sets come out as questions alone. HotpotQA's dev file is the fullwiki one, whose
@@ -641,8 +642,8 @@ def flashrag(cfg: FlashragConfig, build: Build) -> None:
     """
     if not build.paths:
         raise DataError(
-            f"source={cfg.source} holds none of train.jsonl, dev.jsonl and test.jsonl; fetch a data set's files from "
-            f"{build.files['dev']['url']}/tree/main"
+            f"source={cfg.source} holds none of train.jsonl, dev.jsonl and test.jsonl; fetch a "
+            f"data set's files from {build.files['dev']['url']}/tree/main"
         )
     rows = (
         (split, flashrag_row(row))
@@ -674,14 +675,15 @@ def flashrag_row(row: Row) -> Judged:
 
 
 def flashrag_paragraphs(metadata: Row) -> tuple[list[tuple[str, str]], list[int], bool]:
-    """((title, text) paragraphs, positions of the supporting ones, are all supporting ones there?)."""
+    """(paragraphs, positions of the supporting ones, are all supporting ones there?)."""
     if isinstance(metadata.get("context"), dict):
         context = metadata.object("context")
         form, joint = ("sentences", "") if "sentences" in context else ("content", " ")
         titles, texts = context.field("title", list), context.field(form, list)
         if len(titles) != len(texts):
             raise metadata.error(
-                f"metadata.context has {len(titles)} titles and {len(texts)} paragraphs; it must have as many of both"
+                f"metadata.context has {len(titles)} titles and {len(texts)} paragraphs; it must "
+                "have as many of both"
             )
         paragraphs = sentences([list(pair) for pair in zip(titles, texts)], joint, metadata)
         facts = metadata.object("supporting_facts").field("title", list)
