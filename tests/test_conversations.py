@@ -29,8 +29,6 @@ from official import (
 from data import DataError, read_corpus, read_turns
 from sources import conversations, files
 
-pytest_plugins = ["official"]  # its fixtures
-
 
 @pytest.mark.parametrize("bom, end", [(b"", "\n"), (b"\xef\xbb\xbf", "\r\n")])
 def test_topiocqa_every_rule(tmp_path, topiocqa_counts, bom, end):

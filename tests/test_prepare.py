@@ -23,7 +23,6 @@ from prepare import DemoConfig, ModelConfig, ParquetConfig
 from prompts import read_examples
 from sources.files import Row
 
-pytest_plugins = ["official"]  # its fixtures
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SPLITS = ("train", "dev", "test")
 DATA_FILES = ["corpus.jsonl", *(f"{s}.{end}" for s in SPLITS for end in ("jsonl", "qrels"))]

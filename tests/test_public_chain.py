@@ -22,7 +22,6 @@ from retriever import RetrieverConfig
 from scoring.ranking import evaluate_run, read_qrels, read_run, write_run
 from search.bm25 import BM25Retriever
 
-pytest_plugins = ["official"]  # its fixtures
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -118,7 +117,7 @@ def test_from_the_official_files_to_a_metric(tmp_path, request, capsys, encoder,
         oracle = line["systems"][split]
         assert oracle["queries"] == len(turns) == len(read_qrels(f"{out}/{split}.qrels"))
         found = len(texts) / len(turns)
-        # the words of the passage rank it first, but for a twin or a shorter passage of the same words
+        # a passage's words rank it first, but for a twin or a shorter passage of the same words
         assert oracle["recall@10"] > 0 and oracle["mrr"] <= found + 1e-9
         assert oracle["mrr"] >= 0.5 * found if kind != "hybrid" else oracle["mrr"] > 0, (
             oracle,

@@ -14,8 +14,6 @@ from data import DataError, read_array
 from runs import only_writer
 from sources import files
 
-pytest_plugins = ["official"]  # its fixtures
-
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
