@@ -39,7 +39,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """What is indexed: the title, one space, the text; the text alone where there is no title."""
+        """What is indexed: the title, one space, the text; without a title the text alone."""
         return f"{self.title} {self.text}" if self.title else self.text
 
 
@@ -236,14 +236,14 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
 
 
 def as_text(value: Any) -> str | None:
-    """A string as it is and a number, as ids and answers are often written, as its text; or None."""
+    """A string, or the text of a number (ids and answers are often written so); else None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) else None
 
 
 def as_texts(value: Any) -> list[str] | None:
-    """`as_text` of a list's entries, or of one value in place of a list; None where one is no text."""
+    """`as_text` of a list's entries or of one value in its place; None where one is no text."""
     texts = [as_text(entry) for entry in (value if isinstance(value, list) else [value])]
     return None if None in texts else texts
 

@@ -30,7 +30,7 @@ from data import (
 )
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
-from sources import conversations, questions
+from sources import conversations, documents, questions
 from sources.files import (
     ENCODE,
     Row,
@@ -378,7 +378,7 @@ def read_history(text: str, turn: int, row: Row) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------------------------- sub-commands
 
-PUBLIC = conversations.SETS | questions.SETS
+PUBLIC = conversations.SETS | questions.SETS | documents.SETS
 COMMANDS = {  # name → (configuration, function, what it does)
     "demo": (DemoConfig, demo, demo.__doc__),
     "model": (ModelConfig, model, model.__doc__),
@@ -386,7 +386,7 @@ COMMANDS = {  # name → (configuration, function, what it does)
         name: (config, functools.partial(make_public, name, write), write.__doc__)
         for name, (config, write) in PUBLIC.items()
     },
-    "chunk": (questions.ChunkConfig, questions.chunk, questions.chunk.__doc__),
+    "chunk": (documents.ChunkConfig, documents.chunk, documents.chunk.__doc__),
     "parquet": (ParquetConfig, parquet, parquet.__doc__),
 }
 

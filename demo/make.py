@@ -25,8 +25,7 @@ sys.path.insert(0, os.path.dirname(HERE))
 
 from config import at_least, run  # noqa: E402
 from data import DataError, Turn  # noqa: E402
-from runs import write_jsonl  # noqa: E402
-from sources.files import write_splits  # noqa: E402
+from runs import atomic_write, write_jsonl  # noqa: E402
 
 # ------------------------------------------------------------------------------- entities, facts
 
@@ -366,13 +365,15 @@ def main(cfg: MakeConfig) -> dict:
                 title = f"{title}, {fact.form['name']}"
             yield {"id": fact.id, "title": title, "text": fact.text}
 
-    count = write_jsonl(os.path.join(cfg.out, "corpus.jsonl"), passages())
-    pairs = ((name, turn) for name, turns in splits.items() for turn in turns)
-    return {
-        "out": cfg.out,
-        "passages": count,
-        **write_splits(cfg.out, ("train", "dev", "test"), pairs),
-    }
+    counts = {"passages": write_jsonl(os.path.join(cfg.out, "corpus.jsonl"), passages())}
+    for name, turns in splits.items():
+        path = os.path.join(cfg.out, name)
+        counts[f"{name}_turns"] = write_jsonl(f"{path}.jsonl", (turn.record() for turn in turns))
+        with atomic_write(f"{path}.qrels") as f:
+            f.writelines(
+                f"{turn.query_id} 0 {gold} 1\n" for turn in turns for gold in turn.gold_ids
+            )
+    return {"out": cfg.out, **counts}
 
 
 if __name__ == "__main__":

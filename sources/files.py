@@ -233,14 +233,25 @@ class Build:
         self.check("gold passages not in the corpus", len(lost), 0, why)
 
     def write_splits(self, names: Collection[str], turns: Iterable[tuple[str, Turn]]) -> None:
-        """The files of (split, turn) pairs; the corpus must hold their golds."""
-
-        def watched() -> Iterator[tuple[str, Turn]]:
+        """`{split}.jsonl` and `.qrels` of (split, turn) pairs; the corpus must hold their golds."""
+        conversations: dict[str, set[str]] = {name: set() for name in names}
+        with contextlib.ExitStack() as stack:
+            files = {
+                file: stack.enter_context(atomic_write(f"{self.folder}/{file}"))
+                for name in names
+                for file in (f"{name}.jsonl", f"{name}.qrels")
+            }
+            for name in names:
+                self.counts[f"{name}_turns"] = 0
             for name, turn in turns:
+                files[f"{name}.jsonl"].write(ENCODE(turn.record()) + "\n")
+                golds = (f"{turn.query_id} 0 {gold} 1\n" for gold in turn.gold_ids)
+                files[f"{name}.qrels"].writelines(golds)
+                self.counts[f"{name}_turns"] += 1
                 self.golds.update(turn.gold_ids)
-                yield name, turn
-
-        self.counts.update(write_splits(self.folder, names, watched()))
+                conversations[name].add(turn.conversation_id)
+        for name in names:
+            self.counts[f"{name}_conversations"] = len(conversations[name])
         self.check_counts(self.counts)
 
 
@@ -273,27 +284,6 @@ def write_corpus(path: str, passages: Iterable[dict], total: int = 0) -> int:
                 progress.update(5000)
     progress.close()
     return count
-
-
-def write_splits(
-    folder: str, names: Collection[str], turns: Iterable[tuple[str, Turn]]
-) -> dict[str, int]:
-    """`{split}.jsonl` and `{split}.qrels` of (split, turn) pairs, streamed; the counts."""
-    counts = {f"{name}_turns": 0 for name in names}
-    conversations: dict[str, set[str]] = {name: set() for name in names}
-    with contextlib.ExitStack() as stack:
-        files = {
-            file: stack.enter_context(atomic_write(f"{folder}/{file}"))
-            for name in names
-            for file in (f"{name}.jsonl", f"{name}.qrels")
-        }
-        for name, turn in turns:
-            files[f"{name}.jsonl"].write(ENCODE(turn.record()) + "\n")
-            golds = (f"{turn.query_id} 0 {gold} 1\n" for gold in turn.gold_ids)
-            files[f"{name}.qrels"].writelines(golds)
-            counts[f"{name}_turns"] += 1
-            conversations[name].add(turn.conversation_id)
-    return counts | {f"{name}_conversations": len(conversations[name]) for name in names}
 
 
 def fetch(url: str, path: str) -> None:

@@ -158,6 +158,8 @@ def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
 def qrecc_out(tmp_path, monkeypatch):
     known(monkeypatch, "qrecc", QRECC_TRUE)
     result = make("qrecc", source=qrecc_source(tmp_path / "raw"), out=f"{tmp_path}/out")
+    turns = [result[f"{split}_turns"] for split in ("train", "test")]
+    assert turns == [3, 1] and result["train_conversations"] == 1
     assert (result["passages"], result["blank_passages"]) == (
         7,
         2,
