@@ -35,8 +35,6 @@ from sources.questions import golden, title_and_text, write_qrels
 # -------------------------------------------------------------------------------- cutting
 
 _WORD = re.compile(r"\w+|[^\w\s]")
-
-
 _CLOSERS = "\"'”’)]»"
 
 
