@@ -132,7 +132,7 @@ def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
     fills unused places."""
     model = adapter_base(model) or model
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise ModelError(
             f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder "

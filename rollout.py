@@ -85,7 +85,7 @@ def open_engine(
         else:
             devices = [device] if torch.device(device).type == "cuda" else []
             with torch.random.fork_rng(devices), torch.device(device):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=dtype)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, trust_remote_code=False), dtype=dtype)
             model = prepare_causal_lm(model, base)
         engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile)
     engine.gap_limit = engine.gap_limit if cfg.gap_limit is None else cfg.gap_limit

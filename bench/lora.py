@@ -30,7 +30,7 @@ from infer import end_and_pad_ids  # noqa: E402
 from lora import LoRAConfig, starting_weights  # noqa: E402
 from model import load_causal_lm, load_tokenizer, make_optimizer  # noqa: E402
 from packing import token_logprobs  # noqa: E402
-from prompts import encode_chat, encode_example, eos_token_ids, pad_token_id  # noqa: E402
+from prompts import encode_chat, encode_example, eos_token_ids  # noqa: E402
 from rollout import open_engine  # noqa: E402
 from runs import atomic_write  # noqa: E402
 
@@ -43,11 +43,19 @@ ASKED = [q for q, _ in LEARNT] + ["Who painted Guernica?", "Name three rivers of
 def train(model, tokenizer, steps: int, lr: float) -> list[float]:
     """Loss of every step."""
     eos = eos_token_ids(tokenizer)[0]
-    rows = [sft.Example(*encode_example(tokenizer, encode_chat(tokenizer, q), a, eos), q) for q, a in LEARNT]
-    batches = sft.micro_batches(rows, 1 << 20, pad_token_id(tokenizer, [eos]), distributed.Dist(0, 1, torch.device("cpu")))
+    rows = [encode_example(tokenizer, encode_chat(tokenizer, q), a, eos) for q, a in LEARNT]
+    tokens, losses = sum(sum(mask) for _, mask in rows), []
     optimizer = make_optimizer(model, lr)
-    tokens = sum(sum(r.loss_mask) for r in rows)
-    return [sft.train_step(model, optimizer, batches, tokens, lr, 1.0)[0] for _ in range(steps)]
+    for _ in range(steps):
+        losses.append(0.0)
+        for ids, mask in rows:
+            ids, trained = torch.tensor([ids]), torch.tensor([mask]).bool()
+            loss = -token_logprobs(model, ids, torch.ones_like(ids), positions=trained).sum() / tokens
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 @torch.no_grad()
@@ -119,8 +127,9 @@ def main() -> None:
                                     for a, (_, wanted) in zip(answers[1], LEARNT))
                 import peft
                 ids = torch.tensor([prompts[0]], device=device)
-                theirs = peft.PeftModel.from_pretrained(
-                    transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), adapter).to(device)
+                plain = transformers.AutoModelForCausalLM.from_pretrained(
+                    args.model, dtype=torch.float32, trust_remote_code=False)
+                theirs = peft.PeftModel.from_pretrained(plain, adapter).to(device)
                 with torch.no_grad():
                     ours = load_causal_lm(out, torch.float32, device)(ids).logits
                     row["peft_max_logit_difference"] = float((theirs(ids).logits - ours).abs().max())

@@ -51,7 +51,7 @@ class VLLMEngine:
         weights: bool = False,
     ):
         check_vllm()
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         self.vocabulary = model.get_input_embeddings().num_embeddings

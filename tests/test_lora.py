@@ -338,6 +338,32 @@ def test_bad_settings(qwen, tmp_path, capsys, arguments, message):
     assert status == 2 and message in err
 
 
+COPIED = """
+import sys
+import lora, torch, transformers
+config = transformers.Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                                  num_attention_heads=2, num_key_value_heads=2)
+lm, tokens = transformers.Qwen2ForCausalLM(config).eval(), torch.tensor([[7, 8, 9, 10]])
+before = lm(tokens).logits
+lora.add_adapter(lm, lora.LoRAConfig(r=2))
+trained = [p for p in lm.parameters() if p.requires_grad]
+assert torch.equal(lm(tokens).logits, before) and len(trained) == 28
+lm(tokens).logits[0, 0, 5].backward()
+for p in trained:
+    p.data -= 0.1 * p.grad
+after = lm(tokens).logits
+with lora.starting_weights(lm):
+    assert torch.equal(lm(tokens).logits, before)
+lora.merge_adapter(lm)
+assert (lm(tokens).logits - after).abs().max() < 1e-5 < (after - before).abs().max()
+print(sorted(set(sys.modules) & {"config", "data", "model", "packing", "distributed", "grpo", "rollout"}))
+"""
+
+
+def test_lora_py_works_copied_alone_into_an_empty_folder(tmp_path):
+    assert tiny.run_copied("lora.py", tmp_path, COPIED) == "[]"
+
+
 # ------------------------------------------------------------------------------------------------------------ engines
 
 def probe(engine):

@@ -5,6 +5,7 @@ The oracle runs each sequence alone, unpadded, through the stock model's own for
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -348,6 +349,71 @@ def test_damaged_folders_are_an_error_that_names_them(qwen, tmp_path, how):
     with pytest.raises(ModelError, match=str(tmp_path / "lm")) as error:
         load_causal_lm(str(tmp_path / "lm"))
     assert "\n" not in str(error.value) and error.value.exit_status == 2
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("this has run",)
+
+
+def test_code_in_a_model_folder_never_runs(qwen, tmp_path, capfd, monkeypatch):
+    """Neither a pickle's, nor that which config.json names: nobody is asked whether it may."""
+    shutil.copytree(qwen, tmp_path / "pickle")
+    (tmp_path / "pickle" / "model.safetensors").unlink()
+    torch.save({"a": Malicious()}, tmp_path / "pickle" / "pytorch_model.bin")
+    shutil.copytree(qwen, tmp_path / "remote")
+    (tmp_path / "remote" / "code.py").write_text("print('this has run')")
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", None]}
+    for name in ("config.json", "tokenizer_config.json"):
+        path = tmp_path / "remote" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": names, "model_type": "not_known", "tokenizer_class": "T"}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for folder, load in (("pickle", load_causal_lm), ("remote", load_causal_lm), ("remote", load_tokenizer)):
+        with pytest.raises(ModelError, match=str(tmp_path / folder)) as error:
+            load(str(tmp_path / folder))
+        assert error.value.exit_status == 2 and "\n" not in str(error.value)
+    assert "this has run" not in capfd.readouterr().out
+
+
+def test_everything_that_loads_a_folder_refuses_its_code():
+    """`trust_remote_code` left to transformers asks on the terminal; every call passes False."""
+    found = []
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
+        if path.parent.name == "tests":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained":
+                owner = ast.unparse(node.func.value)
+                if owner.rpartition(".")[2].startswith("Auto") and "trust_remote_code=False" not in ast.unparse(node):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_a_tokenizer_comes_from_files(tmp_path, kind):
+    """transformers makes one of a few tokens where the files are missing."""
+    tiny.tiny_lm(tmp_path, kind)
+    load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ModelError, match="tokenizer") as error:
+        load_tokenizer(str(tmp_path))
+    assert kind == "llama" or "has no tokenizer.json (nor vocab.json and merges.txt)" in str(error.value)
+
+
+def test_a_tokenizer_fits_the_models_embeddings(tmp_path):
+    tiny.tiny_lm(tmp_path, vocab=261)
+    tokenizer = tiny.tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<|late|>"})  # replaced by EOS where it has no embedding
+    tokenizer.save_pretrained(tmp_path)
+    load_tokenizer(str(tmp_path))
+    tokenizer.add_tokens(["word"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="token 262 .'word'., outside the vocabulary of 261"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_paths_without_a_model(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+import packing
 from engines.base import Rollout
 from model import prepare_causal_lm
 from packing import (BLOCK, block_mask, choose_layout, key_copies, pack, packed_logprobs,
@@ -139,6 +141,53 @@ def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_settings_of_the_compiler_hold_in_every_thread(monkeypatch):
+    """What is recomputed for the backward pass is compiled in autograd's thread, which has settings of its own."""
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
+    read = packing.compile_function(lambda: seen.append((torch._functorch.config.activation_memory_budget,
+                                                         torch._dynamo.config.recompile_limit)))
+    read()
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert seen == [(packing.ACTIVATIONS, packing.RECOMPILES)] * 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_nothing_to_predict_every_weight_has_a_gradient_of_zero(tied):
+    """On a rank without work: else the ranks would reduce different sets of gradients."""
+    model = prepare_causal_lm(tiny.tiny_lm(tied=tied))
+    batch = batch_of(0, 2, 3, 9, 9)
+    nothing = torch.zeros_like(batch.loss_mask)
+    logprobs = packed_logprobs(model, pack(model, batch.tokens, batch.attention_mask, nothing, groups_of(batch)))
+    assert logprobs.shape == nothing.shape and not logprobs.any()
+    logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+COPIED = """
+import sys
+import packing, torch, transformers
+config = transformers.Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+                                  num_attention_heads=2, num_key_value_heads=2)
+lm = transformers.Qwen2ForCausalLM(config).eval()
+tokens = torch.tensor([[7, 8, 9, 10], [7, 8, 11, 12]])
+mask, groups = torch.ones_like(tokens), (torch.tensor([2, 2]), torch.tensor([0, 0]))
+with torch.no_grad():
+    wanted = lm(tokens[:, :-1]).logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+got = packing.token_logprobs(lm, tokens, mask, groups=groups)
+got.sum().backward()
+assert (got - wanted).abs().max() < 1e-5, (got, wanted)
+print(sorted(set(sys.modules) & {"config", "data", "model", "lora", "distributed", "grpo", "rollout"}))
+"""
+
+
+def test_packing_py_works_copied_alone_into_an_empty_folder(tmp_path):
+    assert tiny.run_copied("packing.py", tmp_path, COPIED) == "[]"
 
 
 @pytest.mark.gpu

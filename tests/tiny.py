@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
@@ -63,3 +69,14 @@ def tiny_encoder(folder, seed: int = 0):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def run_copied(name: str, folder, code: str) -> str:
+    """What `code` prints beside a copy of the project's file `name`, and nothing else of the project."""
+    root = Path(__file__).resolve().parent.parent
+    shutil.copy(root / name, folder)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
