@@ -33,7 +33,7 @@ import data
 import distributed
 import grpo
 from engines.base import EngineConfig
-import model
+import packing
 from model import make_optimizer, prepare_causal_lm
 from prompts import decode_response
 import training

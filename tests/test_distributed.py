@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,15 +16,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as c10d
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
 import distributed
 from engines.torch_engine import TorchEngine
+from lora import LoRAConfig
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import token_logprobs
 import tiny
@@ -127,12 +131,13 @@ def test_bf16_compute_keeps_float32_shards(dist, qwen):
 
 def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(dist, qwen):
     results = []
-    for settings in ({}, {"gather_once": True}, {"cpu_offload": True}, {"cpu_offload": True, "gather_once": True}):
+    for settings, reduce_each in (({}, False), ({"gather_once": True}, False), ({"cpu_offload": True}, False),
+                                  ({"cpu_offload": True, "gather_once": True}, False), ({"gather_once": True}, True)):
         model = distributed.shard_model(load_causal_lm(qwen), dist, **settings)
         optimizer = make_optimizer(model, 0.01)
         for i in range(2):
             for last in (False, True):
-                model.set_requires_gradient_sync(last)
+                model.set_requires_gradient_sync(last or reduce_each)
                 model.set_reshard_after_backward(last or "gather_once" not in settings)
                 loss_of(model).backward()
             distributed.clip_grad_norm(model, 1.0)
@@ -382,8 +387,14 @@ def test_a_corrupt_state_file_is_passed_over(saver, tmp_path, capsys, content):
         distributed.latest_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
-def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_path, what):
+class Malicious:
+    def __reduce__(self):
+        return print, ("this has run",)
+
+
+@pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut",
+                                  "shard flipped", "metadata flipped", "rng flipped", "metadata replaced", "another model"])
+def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_path, capfd, what):
     path = Path(saver[0](tmp_path, 1))
     shards = sorted(path.glob("*.distcp"))
     assert shards
@@ -397,6 +408,14 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_p
         (path / ".metadata").unlink()
     elif what == "metadata cut":
         (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:50])
+    elif what.endswith("flipped"):
+        name = {"shard": shards[0], "metadata": path / ".metadata", "rng": path / "rng_rank000.pt"}[what.split()[0]]
+        content = bytearray(name.read_bytes())
+        for at in range(len(content) // 2, len(content) // 2 + 200):
+            content[at] ^= 1
+        name.write_bytes(content)
+    elif what == "metadata replaced":
+        (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
     source = qwen
     if what == "another model":
         source = str(tmp_path / "lm")
@@ -404,6 +423,58 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_p
     model, optimizer = trained(source, 0, dist)
     with pytest.raises(distributed.CheckpointError, match=str(path)):
         distributed.load_checkpoint(str(path), model, optimizer)
+    assert "this has run" not in capfd.readouterr().out
+
+
+def test_a_checkpoint_without_checksums_loads(saver, dist, qwen, tmp_path):
+    """Of a run that an earlier version began."""
+    path = Path(saver[0](tmp_path, 1))
+    state = json.loads((path / "state.json").read_text())
+    assert set(state.pop("checksums")) == {p.name for p in path.iterdir()} - {"state.json"}
+    (path / "state.json").write_text(json.dumps(state))
+    model, optimizer = trained(qwen, 0, dist)
+    distributed.load_checkpoint(str(path), model, optimizer)
+    same(weights(model), weights(saver[1]))
+
+
+def test_what_killed_runs_left_is_cleared_and_what_they_replaced_comes_back(tmp_path):
+    for name in ("checkpoint_000002", "checkpoint_000001.tmp", "checkpoint_000003.tmp", "best.tmp", "best.old.tmp", "final", "final.old.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of").write_text(name)
+    for name in ("notes.tmp", "metrics.jsonl.123.tmp"):
+        (tmp_path / name).write_text("a file")
+    distributed.clear_temporaries(str(tmp_path))
+    assert names(tmp_path) == ["best", "checkpoint_000002", "final", "metrics.jsonl.123.tmp", "notes.tmp"]
+    assert (tmp_path / "best" / "of").read_text() == "best.old.tmp" and (tmp_path / "final" / "of").read_text() == "final"
+    distributed.clear_temporaries(str(tmp_path / "none"))
+
+
+def test_free_space_is_checked_against_what_a_run_writes(saver, qwen, tmp_path, monkeypatch):
+    save, model, _ = saver
+    parameters = sum(p.numel() for p in load_causal_lm(qwen).parameters())
+    needed = distributed.run_bytes(model, 2, 2, torch.bfloat16)
+    assert needed == 12 * parameters * 3 + 2 * parameters * 3
+    adapted = load_causal_lm(qwen, lora=LoRAConfig(r=4))
+    trained_ = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert distributed.run_bytes(adapted, 1, 1, torch.float32) == 12 * trained_ * 2 + 4 * trained_ * 2
+    save(tmp_path / "run", 1)
+    written = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*") if p.is_file())
+    assert 12 * parameters < written < 1.5 * 12 * parameters + 100_000  # the arithmetic is that of the files
+    usage = type(shutil.disk_usage(tmp_path))
+    for free, enough in ((needed - written, True), (needed - written - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free))
+        if enough:
+            distributed.check_free_space(str(tmp_path / "run"), needed)
+        else:
+            with pytest.raises(distributed.CheckpointError, match="run needs up to .* GB .* free some space"):
+                distributed.check_free_space(str(tmp_path / "run"), needed)
+    distributed.check_free_space(str(tmp_path / "not" / "there"), 0)
+
+
+def test_collectives_of_the_model_end_in_minutes_and_waits_of_the_host_in_hours(dist):
+    def wait(group):
+        return group._get_backend(torch.device("cpu")).options._timeout
+    assert wait(c10d.group.WORLD) == distributed.DEVICE_WAIT < timedelta(hours=1) < distributed.HOST_WAIT == wait(distributed._host)
 
 
 def test_a_full_disk_leaves_earlier_checkpoints(saver, tmp_path, monkeypatch):
@@ -612,7 +683,7 @@ def test_a_failing_export_leaves_the_previous_one(dist, qwen, tmp_path, monkeypa
 # ------------------------------------------------------------------------------------------------------ two processes
 
 TWO = """
-import json, os, sys
+import json, os, sys, time
 sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
@@ -652,6 +723,33 @@ def check(dist, lm, out):
     p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements)
     facts["tiny norm"] = distributed.clip_grad_norm(model, 1e-6)
     facts["tiny grad"] = float(distributed.full_tensor(p.grad)[0])
+
+    # a rank with nothing to train; gradients of every micro-batch reduced at once: the same gradients
+    whole = T.MASK[:, 1:].bool().clone()
+    whole[2:] = False
+    for facts_name, each in (("idle", False), ("idle, reduced each", True)):
+        model.zero_grad()
+        for last in (False, True):
+            model.set_requires_gradient_sync(last or each)
+            rows = token_logprobs(model, T.TOKENS[mine], T.MASK[mine], positions=whole[mine])
+            (-rows.sum() * dist.world).backward()
+        facts[facts_name] = distributed.clip_grad_norm(model, 1e9)
+    facts["grads"] = sorted(n for n, p in model.named_parameters() if p.grad is None)
+    model.zero_grad()
+
+    # a model is loaded and sharded in turn: no two at a time
+    with distributed.in_turn():
+        began = time.time()
+        again = distributed.shard_model(load_causal_lm(lm), dist)
+        ended = time.time()
+    facts["turn"], facts["in turn"] = [began, ended], all(torch.equal(a, b) for a, b in zip(T.weights(again).values(), load_causal_lm(lm).parameters()))
+
+    # what rank 0 alone runs, or fails at, is known to all
+    facts["rank 0"] = distributed.on_rank_0(lambda: f"done by {distributed._rank()}")
+    try:
+        distributed.on_rank_0(lambda: 1 / 0)
+    except ZeroDivisionError as e:
+        facts["rank 0 fails"] = str(e)
 
     # checkpoints: written by two; written by one, loaded by two; bit-equal on the same number
     torch.manual_seed(100 + rank)
@@ -711,7 +809,17 @@ def check(dist, lm, out):
     facts["left"] = sorted(os.listdir(out + "/run2"))
 
     from transformers import AutoTokenizer
-    distributed.export_hf(model, AutoTokenizer.from_pretrained(lm), out + "/export")
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    distributed.export_hf(model, tokenizer, out + "/export")
+    if rank == 0:
+        def full(*a, **k):
+            raise OSError(28, "No space left on device")
+        tokenizer.save_pretrained = full
+    try:
+        distributed.export_hf(model, tokenizer, out + "/export")
+        facts["export fails"] = "no error"
+    except distributed.CheckpointError as e:
+        facts["export fails"] = str(e)
     facts["exported"] = os.path.exists(out + "/export/model.safetensors")  # on every rank: it returns when the folder is there
     json.dump(facts, open(out + f"/facts{rank}.json", "w"))
 
@@ -772,6 +880,29 @@ def test_two_processes_take_the_step_of_one(two):
         torch.testing.assert_close(torch.tensor(facts["logprobs"]).reshape(4, 11), logprobs, atol=1e-3, rtol=0)
 
 
+def test_a_rank_with_nothing_to_train_takes_part_in_every_collective(two):
+    """The head too, which is a parameter of its own where it is not tied."""
+    model = load_causal_lm(str(two[1] / "lm"))
+    model.load_state_dict(torch.load(two[1] / "step.pt")["stepped"], strict=False)
+    keep = MASK[:2, 1:].bool()
+    (-2 * token_logprobs(model, TOKENS[:2], MASK[:2], positions=keep).sum()).backward()  # two micro-batches
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    for facts in two[0]:
+        assert facts["grads"] == [] and norm > 0.1
+        assert facts["idle"] == pytest.approx(norm, rel=1e-4) == facts["idle, reduced each"]
+
+
+def test_models_are_loaded_and_sharded_in_turn(two):
+    (_, first_ends), (second_begins, _) = sorted(facts["turn"] for facts in two[0])
+    assert first_ends <= second_begins and all(facts["in turn"] for facts in two[0])
+
+
+def test_what_fails_on_rank_0_alone_fails_on_all(two):
+    for facts in two[0]:
+        assert facts["rank 0"] == "done by 0" and facts["rank 0 fails"] == "division by zero"
+        assert "export could not be written: [Errno 28] No space left" in facts["export fails"]
+
+
 def test_two_processes_add_the_constant_once(two):
     for facts in two[0]:
         assert facts["tiny norm"] == pytest.approx(1e-6) and facts["tiny grad"] == pytest.approx(0.5e-6, rel=0.02)
@@ -822,6 +953,24 @@ def test_two_processes_export_one_whole_model(two):
     stock, report = AutoModelForCausalLM.from_pretrained(two[1] / "export", output_loading_info=True)
     assert not any(report.values())
     same({n: p.detach() for n, p in stock.named_parameters()}, torch.load(two[1] / "from_one.pt")["after"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_are_noted_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with distributed.noted_signals() as noted:
+        signal.raise_signal(number)
+    assert noted == [number] and signal.getsignal(number) == before
+
+
+def test_nohup_keeps_a_hangup_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with distributed.noted_signals() as noted:
+            signal.raise_signal(signal.SIGHUP)
+        assert noted == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
