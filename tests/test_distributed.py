@@ -983,3 +983,54 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
         monkeypatch.setattr(distributed.time, "monotonic", lambda: now + 3)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+IDLE = """
+import json, sys
+sys.path[:0] = sys.argv[1:3]
+import torch
+torch.set_num_threads(1)
+import grpo, prompts, sft
+from retriever import RetrieverConfig
+from engines.torch_engine import TorchEngine
+
+prompts.INSTRUCTION = "Rewrite."
+out, rank = sys.argv[3], int(__import__("os").environ["RANK"])
+sft.main(sft.SFTConfig(stage="train", model=out + "/lm", records=out + "/train.jsonl", out=out + "/sft", epochs=1,
+                       sequences_per_step=2, heldout_fraction=0, save_every=100))
+generate = TorchEngine.generate
+
+
+def failing(self, *args, **kwargs):  # rank 1's rollouts fail for a technical reason: it has no group to train
+    rollouts = generate(self, *args, **kwargs)
+    for r in rollouts:
+        r.end = "engine_error" if rank else r.end
+    return rollouts
+
+
+TorchEngine.generate = failing
+grpo.main(grpo.GRPOConfig(model=out + "/lm", train=out + "/train.jsonl", out=out + "/grpo", prompts_per_step=2, group_size=4,
+                          max_response_tokens=8, steps=2, validate_every=100, warmup_steps=0, retriever=RetrieverConfig(kind="bm25", corpus=out + "/corpus.jsonl"), lr=1e-3))
+"""
+
+
+def test_sft_and_grpo_go_on_where_a_rank_has_nothing_to_train(tmp_path):
+    """Two processes and an untied head: a last step with one row, a step with one group."""
+    from test_grpo import write_world
+
+    write_world(tmp_path)
+    tiny.tiny_lm(tmp_path / "lm", "llama", tied=False)
+    rows = [json.loads(line) | {"response": "yes"} for line in open(tmp_path / "train.jsonl", encoding="utf-8")][:3]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "idle.py").write_text(IDLE)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idle.py"), str(ROOT),
+               str(ROOT / "tests"), str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-4000:]
+    sft_rows, grpo_rows = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+                           for name in ("sft", "grpo"))
+    assert [row["sequences"] for row in sft_rows] == [2, 1] and all(row["grad_norm"] > 0 for row in sft_rows)
+    assert [row["failed"] for row in grpo_rows if row["step"]] == [4, 4] and all(r["tokens"] > 0 for r in grpo_rows if r["step"])
