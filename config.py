@@ -28,6 +28,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import sys
 import textwrap
@@ -340,11 +341,20 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     raise SystemExit(128 + signum)
 
 
+def _reader_gone() -> bool:
+    """Has whoever read this process's stdout or stderr, `head -1` for example, closed the pipe?"""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None) -> None:
     """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
 
     0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or unreadable file;
-    130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
+    130 after Ctrl-C, 143 after SIGTERM, 141 (quietly) when the reader of its output is gone; anything else is a bug
+    and shows its traceback (1).
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):
@@ -352,10 +362,14 @@ def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = 
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         result = main(load_config(cls, argv))
+        if result is not None:
+            print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as e:
+        if isinstance(e, BrokenPipeError) and _reader_gone():
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if e.errno is None:
             raise
         print(f"error: {e.filename or ''}: {e.strerror}".replace("error: :", "error:"), file=sys.stderr)
@@ -366,6 +380,8 @@ def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = 
             raise
         print(f"error: {e}", file=sys.stderr)
         raise SystemExit(status) from e
-    if result is not None:
-        sys.stdout.flush()
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # else the interpreter tries again at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
