@@ -37,7 +37,7 @@ def put(path, rows):
 
 def plain(text, dropped=("a", "an", "the")):
     """Normalisation character by character and word by word: no regular expression, no table."""
-    text = unicodedata.normalize("NFC", text.lower())
+    text = unicodedata.normalize("NFKC", text).lower()
     text = "".join(c for c in text if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
     words, word = [], ""
     for c in text + " ":  # an article is a run of word characters between others
@@ -183,7 +183,7 @@ def test_what_stands_behind_the_array_is_not_lost_in_silence(tmp_path, behind):
 def test_numeric_question_ids_are_written_too(tmp_path):
     questions = put(tmp_path / "q.jsonl", [{"id": 1, "question": "?", "golden_answers": ["x"]}])
     found = {"1": Prediction("x")}
-    write_flashrag(str(tmp_path), questions, found, score_predictions(found, read_questions(questions), {})["answers"])
+    write_flashrag(str(tmp_path), questions, found)
     assert json.loads((tmp_path / "intermediate_data.json").read_text())[0]["output"]["pred"] == "x"
 
 
@@ -312,8 +312,7 @@ INTERMEDIATE_DATA = r"""[
 def test_flashrag_files_are_those_that_flashrag_writes(tmp_path):
     """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these rows and outputs."""
     path = put(tmp_path / "q.jsonl", FLASHRAG_ROWS)
-    scores = score_predictions(FLASHRAG_ANSWERS, read_questions(path), {})["answers"]
-    write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS, scores)
+    write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS)
     assert (tmp_path / "metric_score.txt").read_bytes() == METRIC_SCORE.encode()
     assert (tmp_path / "intermediate_data.json").read_bytes() == INTERMEDIATE_DATA.encode()
     assert read_predictions(str(tmp_path / "intermediate_data.json")) == FLASHRAG_ANSWERS  # and it can be scored again
@@ -367,7 +366,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
 @pytest.mark.parametrize("change, error, message", [
     ({"questions": ""}, ConfigError, "answers need questions=FILE"),
     ({"run": "x.trec"}, ConfigError, "run=x.trec does not go with answers"),
-    ({"samples": 0}, ConfigError, "samples is 0"),
+    ({"samples": 0}, ConfigError, "samples=0 must be at least 1"),
     ({"qrels": "other.qrels"}, DataError, "judges no question"),
     ({"answers": "others.jsonl"}, DataError, "no question in common"),
 ])
@@ -388,9 +387,9 @@ def test_types_of_questions(files):
     evaluate.main(EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/typed.jsonl", out=f"{files}/typed",
                                  samples=100))
     whole = json.loads((files / "typed/metrics.json").read_text())
-    assert {t: (row["f1"], row["queries"]) for t, row in whole["types"].items()} == {
+    assert {t: (row["f1"], row["queries"]) for t, row in whole["groups"]["type"].items()} == {
         "bridge": (pytest.approx(1 / 3), 3), "comparison": (pytest.approx(1 / 3), 2)}
-    assert sum(row["f1"] * row["queries"] for row in whole["types"].values()) / 5 == pytest.approx(whole["f1"])
+    assert sum(row["f1"] * row["queries"] for row in whole["groups"]["type"].values()) / 5 == pytest.approx(whole["f1"])
     assert "| F1 by type of question | bridge (3) | comparison (2) |" in (files / "typed/table.md").read_text()
 
 
