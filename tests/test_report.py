@@ -11,6 +11,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from test_trajectory_sft import agent_row, call, conversation  # noqa: F401  a fixture
@@ -96,17 +97,18 @@ def test_a_question_without_a_row_is_a_failure():
     assert one["rounds"]["all"]["stdev"] == 0.0 and one["metrics"]["em"]["ci95"] is None
 
 
-def test_boxes_hold_what_the_original_shows():
-    boxes = report.tables(report.statistics(many(), "em"))
-    text = "\n".join(map(report.box, boxes))
-    assert [b[0].split(",")[0].split(" (")[0] for b in boxes] == ["Summary", "Answers", "Conversation", "Tokens", "Tokens", "Rounds", "Tool calls"]
-    widths = {len(line) for line in report.box(boxes[0]).splitlines()}
-    assert len(widths) == 1 and "EM = 1" in text and "█" in text and re.search(r"f1 .*0\.\d{3} ± 0\.\d{3} .*\[0\.\d{3}, 0\.\d{3}\]", text)
-    rounds = boxes[5][2]
+def test_tables_hold_what_the_original_shows():
+    tables = report.tables(report.statistics(many(), "em"))
+    text = report.markdown("T", tables)
+    assert [t[0].split(",")[0].split(" (")[0] for t in tables] == [
+        "Summary", "Answers", "Conversation", "Tokens", "Tokens", "Rounds", "Tool calls"]
+    assert "EM = 1" in text and "█" in text
+    assert re.search(r"f1 .*0\.\d{3} ± 0\.\d{3} .*\[0\.\d{3}, 0\.\d{3}\]", text)
+    rounds = tables[5][2]
     assert rounds[0][0] == "1" and re.fullmatch(r"\d+ \(\d+\.\d %\)", rounds[0][1])
     assert sum(float(row[1].split("(")[1].split(" ")[0]) for row in rounds) == pytest.approx(100, abs=0.3)
-    table = report.markdown("T", boxes)
-    assert table.startswith("# T\n") and all(line.count("|") == 6 for line in table.split("## Rounds\n\n")[1].split("\n\n")[0].strip().splitlines())
+    assert text.startswith("# T\n")
+    assert all(line.count("|") == 6 for line in text.split("## Rounds\n\n")[1].split("\n\n")[0].splitlines())
 
 
 def test_files_filters_and_exports(tmp_path, capsys):
@@ -116,14 +118,14 @@ def test_files_filters_and_exports(tmp_path, capsys):
     result = report.main(report.ReportConfig(trajectories=str(path), success="f1", export=["openai", "swift"]))
     out = path.parent
     assert result["total"] == 61 and result["kept"] == result["success"] and sorted(result["files"]) == sorted(set(os.listdir(out)) - {"trajectory.jsonl"})
-    assert "╭─ Summary" in capsys.readouterr().out
+    assert "## Summary" in capsys.readouterr().out
     kept = [row for _, row in data.read_jsonl(str(out / "trajectory_success.jsonl"))]
     assert kept == [r for r in rows if trajectories.succeeded(r, "f1")]  # unchanged, in order
     assert json.loads((out / "trajectory_stats.json").read_text())["success_count"] == len(kept)
     assert trajectories.read_trajectories(str(out / "openai.jsonl"))[-1]["messages"][2]["tool_calls"][0]["function"]["name"] == "search"
     assert len(trajectories.read_trajectories(str(out / "swift.jsonl"))) == len(kept)
-    if (out / "trajectory_stats.png").exists():
-        assert (out / "trajectory_stats.png").read_bytes().startswith(b"\x89PNG")
+    picture = ElementTree.parse(out / "rounds.svg").getroot()
+    assert len([e for e in picture.iter() if e.tag.endswith("circle")]) == 8  # four values, success and failure
     fewer = report.main(report.ReportConfig(trajectories=str(path), success="f1", per_question=1, balance_by="rounds", cap=2, out=str(tmp_path / "b")))
     chosen = trajectories.read_trajectories(str(tmp_path / "b" / "trajectory_success.jsonl"))
     assert len({r["id"] for r in chosen}) == len(chosen) == fewer["kept"] < result["kept"]
