@@ -1,4 +1,4 @@
-"""Retrieval metrics of runs or of rewrites and an index, and scores of answers, with intervals and tests.
+"""Retrieval metrics of runs and rewrites, scores of answers, with intervals and paired tests.
 
     python evaluate.py run=mine.trec baseline=raw.trec qrels=test.qrels
     python evaluate.py query=question,first+question rewrites=rewrites.jsonl turns=test.jsonl \\
@@ -29,7 +29,7 @@ from config import (
     save_config,
     to_dict,
 )
-from data import DataError, read_jsonl, read_questions, read_turns, Turn, with_gold
+from data import _text, DataError, read_jsonl, read_questions, read_turns, Turn, with_gold
 from runs import atomic_write, claim_folder
 from scoring import answers, breakdown, ranking
 from scoring.plots import cell, group_chart, group_table, markdown_table, NAMES, tables
@@ -42,8 +42,8 @@ from search.passages import RetrieverConfig
 @dataclass
 class EvaluateConfig:
     answers: str | list[str] = ""
-    """files of predicted answers to `questions` (infer.py's lines, or id and prediction), separated by
-    commas; `qrels`, `baseline` (a file of answers too), `sample`, `samples`, `seed` and `out` apply"""
+    """files of predicted answers to `questions` (infer.py's, or id and prediction), by commas;
+    `qrels`, `baseline` (a file of answers too), `sample`, `samples`, `seed` and `out` apply"""
     questions: str = ""
     """questions file (JSONL) with golden answers; without `answers` the questions themselves are
     searched (query=question), which adds all_gold@10"""
@@ -67,16 +67,15 @@ class EvaluateConfig:
     k: Annotated[int, at_least(1)] = DEPTH
     """results per query; those beyond 100 never count (documents=true: beyond 100 documents)"""
     documents: bool = False
-    """qrels judge documents and passage ids are DOCUMENT-N (CAsT 2021): score a document by its best
-    passage"""
+    """qrels judge documents, passage ids are DOCUMENT-N (CAsT 2021): score by the best passage"""
     relevant_from: Annotated[int, at_least(1)] = 1
-    """lowest gain that is relevant to MRR and recall (CAsT 2020 and 2021 are often scored with 2)"""
+    """lowest gain that is relevant to MRR and recall (CAsT 2020 and 2021 often take 2)"""
     breakdown: bool = True
     """with `turns`: metrics by turn depth and by topic switch too, with plots in `out`"""
     corpus: str = ""
     """corpus whose titles tell topic switches where turns have no topic; unset: retriever.corpus"""
     sets: str | list[str] = ""
-    """cross evaluation: names of data sets, by commas; each takes the place of @set in every path"""
+    """cross evaluation: names of data sets, by commas; each takes the place of @set in paths"""
     retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
     cluster: Literal["auto", "conversation", "query"] = "auto"
@@ -86,23 +85,19 @@ class EvaluateConfig:
     seed: int = 0
     """seed of both"""
     out: str = ""
-    """folder for table.md, metrics.json (intervals, tests, groups), plots, config and searched runs"""
+    """folder for table.md, metrics.json (intervals, tests, groups), plots, config, searched runs"""
 
 
-def _after(before: str, turn: Turn) -> str:
-    return f"{before} {turn.question}" if turn.context else turn.question
-
-
+# the history from its end in "context": a length limit cuts off the oldest
 QUERY_TEXTS = {
-    "question": lambda turn: turn.question,
-    "first": lambda turn: turn.context[0][0] if turn.context else turn.question,
-    "first+question": lambda turn: _after(turn.context[0][0] if turn.context else "", turn),
-    "previous+question": lambda turn: _after(turn.context[-1][0] if turn.context else "", turn),
-    # the question, then the history from its end: a length limit cuts off the oldest
-    "context": lambda turn: " ".join(
-        [turn.question, *(t for pair in turn.context[::-1] for t in pair)]
+    "question": lambda t: t.question,
+    "first": lambda t: t.context[0][0] if t.context else t.question,
+    "first+question": lambda t: " ".join([q for q, _ in t.context[:1]] + [t.question]),
+    "previous+question": lambda t: " ".join([q for q, _ in t.context[-1:]] + [t.question]),
+    "context": lambda t: " ".join(
+        [t.question, *(text for pair in t.context[::-1] for text in pair)]
     ),
-    "rewrite": lambda turn: turn.rewrite,  # a turn without one counts as missing
+    "rewrite": lambda t: t.rewrite,  # a turn without one counts as missing
 }
 
 
@@ -125,28 +120,18 @@ def check(cfg: EvaluateConfig) -> None:
                 raise ConfigError(f"{name}={value} does not go with answers; score them apart")
         return
     if not queries and not rewrites and not _listed(cfg.run):
-        raise ConfigError(
-            "nothing to score: give run=FILE and qrels=FILE, or turns=FILE and rewrites=FILE"
-        )
+        raise ConfigError("nothing to score: give run=, rewrites=, query= or answers=")
     if unknown := [name for name in queries if name not in QUERY_TEXTS]:
         raise ConfigError(f"query={unknown[0]!r} is unknown; there are {', '.join(QUERY_TEXTS)}")
     if (rewrites or queries) and not cfg.turns and not cfg.questions:
-        raise ConfigError(
-            f"{(rewrites + queries)[0]} has to be searched, which needs turns=FILE and an index "
-            "(retriever.…)"
-        )
-    if cfg.questions and (
-        cfg.turns or rewrites or not cfg.qrels or queries not in ([], ["question"])
-    ):
-        raise ConfigError(
-            "questions go with qrels=FILE and query=question, or with answers=FILE; turns, rewrites "
-            "and other queries are of conversations"
-        )
-    if not cfg.qrels and (cfg.documents or not cfg.turns):
-        what = (
-            "documents=true needs qrels=FILE" if cfg.documents else "no judgments: give qrels=FILE"
-        )
-        raise ConfigError(f"{what}, or turns=FILE, whose gold_ids are passages")
+        what = (rewrites + queries)[0]
+        raise ConfigError(f"{what} has to be searched, which needs turns=FILE and an index")
+    if cfg.questions and (cfg.turns or rewrites or not cfg.qrels or queries[:1] != ["question"]):
+        raise ConfigError("questions go with qrels=FILE and query=question, or with answers=FILE")
+    if cfg.documents and not cfg.qrels:
+        raise ConfigError("documents=true needs qrels=FILE, the judgments of documents")
+    if not cfg.qrels and not cfg.turns:
+        raise ConfigError("no judgments: give qrels=FILE, or turns=FILE, whose gold_ids are used")
     if cfg.cluster == "conversation" and not cfg.turns:
         raise ConfigError("cluster=conversation needs turns=FILE, which says what belongs together")
 
@@ -162,24 +147,17 @@ def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str,
     rewrites: dict[str, str] = {}
     status: dict[str, str] = {}
     for number, row in read_jsonl(path):
-        query, rewrite = row.get("query_id"), row.get("rewrite")
-        if not isinstance(query, str) or not isinstance(rewrite, str):
-            raise DataError(
-                f"{path}:{number}: query_id is {query!r}, rewrite is {rewrite!r}; both must be strings"
-            )
+        query, rewrite = (_text(row, key, f"{path}:{number}") for key in ("query_id", "rewrite"))
         if row.get("sample", 0) != sample:
             continue
         if query in rewrites:
             raise DataError(
-                f"{path}:{number}: query_id {query!r} occurs a second time; number the rewrites "
-                "(`sample`)"
+                f"{path}:{number}: query_id {query!r} occurs a second time; number them (`sample`)"
             )
         rewrites[query] = rewrite
         status[query] = str(row.get("status", "unknown"))
     if not rewrites:
-        raise DataError(
-            f"{path}: no rewrites with sample {sample}; the file must hold at least one"
-        )
+        raise DataError(f"{path}: no rewrites with sample {sample}; there must be at least one")
     return rewrites, status
 
 
@@ -227,7 +205,7 @@ def _search_all(
     for title, texts in queries.items():
         if not any(texts):
             raise DataError(
-                f"{title}: no query for any of the {len(judged)} judged turns; it must match {source}"
+                f"{title}: no query for any of the {len(judged)} judged turns of {source}"
             )
     from retriever import open_retriever  # needs torch
 
@@ -238,12 +216,12 @@ def _search_all(
         own = {turn.query_id: qrels[turn.query_id] for turn in judged}
         ranking.check_judgments(own, retriever.passage_ids, cfg.qrels, "the index")
     for title, texts in queries.items():
-        before = getattr(retriever, "cut_queries", 0)
+        before = getattr(retriever, "cut_queries", None)
         run = search(retriever, judged, texts, cfg.k)
-        cut = getattr(retriever, "cut_queries", 0) - before
-        systems[title] = System(
-            run, status.get(title, {}), cut, getattr(retriever, "cut_passages", 0)
-        )
+        row = {} if before is None else {"cut": retriever.cut_queries - before}
+        if cut := getattr(retriever, "cut_passages", 0):
+            row["cut_passages"] = cut
+        systems[title] = System(run, status.get(title, {}), True, row=row)
 
 
 # ------------------------------------------------------------------------------ scored systems
@@ -255,10 +233,9 @@ class System:
 
     found: dict[str, Any]  # query id → results or prediction
     status: dict[str, str] = field(default_factory=dict)  # query id → of a rewrites file
-    cut: int | None = None  # queries that the retriever cut; None: not searched here
-    cut_passages: int = 0  # passages of the index that the encoder cut
+    searched: bool = False  # here, not read from a run file
     scores: list[Scores] = field(default_factory=list)  # each with queries of its own
-    row: dict = field(default_factory=dict)  # counts and what metrics.json has beside means
+    row: dict = field(default_factory=dict)  # counts, and what metrics.json has beside means
 
 
 def compare(
@@ -267,8 +244,10 @@ def compare(
     groups: dict[str, dict[str, list[str]]],
     cfg: EvaluateConfig,
 ) -> dict[str, dict]:
-    """System → row: means, its counts, `ci`, `groups` (kind → label → means, queries, ci), and the
-    tests against the first system (`paired`) and against the one before (`paired_before`)."""
+    """System → row: means, counts, `ci`, `groups` (kind → label → means, queries, ci).
+
+    Tests are against the first system (`paired`) and against the one before (`paired_before`).
+    """
     rows: dict[str, dict] = {}
     names = list(systems)
     for number, (title, system) in enumerate(systems.items()):
@@ -279,13 +258,13 @@ def compare(
         for key, other in (("paired", 0), ("paired_before", number - 1)):
             if number > (key == "paired_before"):
                 row[key] = _paired(system, systems[names[other]], clusters, cfg)
-        row["groups"] = {
-            kind: {
-                label: _group({query: system.scores[0][query] for query in queries}, clusters, cfg)
-                for label, queries in labels.items()
+        if groups:
+            row["groups"] = {}
+        for kind, labels in groups.items():
+            parts = {label: {q: system.scores[0][q] for q in labels[label]} for label in labels}
+            row["groups"][kind] = {
+                label: _group(part, clusters, cfg) for label, part in parts.items()
             }
-            for kind, labels in groups.items()
-        }
     return rows
 
 
@@ -319,57 +298,58 @@ def score(cfg: EvaluateConfig) -> dict:
     if not qrels:
         raise DataError(f"{cfg.turns}: no turn has a gold passage; give qrels=FILE")
     if not cfg.qrels and len(qrels) < len(turns):
-        print(
-            f"{cfg.turns}: {len(turns) - len(qrels)} of {len(turns)} turns have no gold passage and "
-            "are not scored",
-            file=sys.stderr,
-        )
+        left = f"{len(turns) - len(qrels)} of {len(turns)} turns have no gold passage"
+        print(f"{cfg.turns}: {left} and are not scored", file=sys.stderr)
     systems: dict[str, System] = {}
     for path in _listed(cfg.baseline) + _listed(cfg.run):
         run = read_run(path)
         _check_queries(path, run, cfg.qrels or cfg.turns, qrels, "the qrels of this run")
         systems[_title(path, systems)] = System(run)
-    from_files = list(systems)
     if _listed(cfg.rewrites) + _listed(cfg.query):
         questions = read_questions(cfg.questions) if cfg.questions else []
         asked = [Turn(q.id, q.id, 1, [], q.question, []) for q in questions] or turns
         _search_all(cfg, asked, qrels, systems)
     for title, system in systems.items():
-        run = system.found = ranking.best_passages(system.found) if cfg.documents else system.found
-        if cfg.documents or title in from_files:
-            passages = {passage for results in run.values() for passage, _ in results}
-            judged = {passage for gains in qrels.values() for passage in gains}
-            if passages and not passages & judged:
-                raise DataError(
-                    f"{title} and {cfg.qrels or cfg.turns} have no passage in common (for example "
-                    f"{min(passages)!r} and {min(judged)!r}); use the judgments of the same corpus"
-                )
-        said = {query: word for query, word in system.status.items() if query in qrels}
-        system.scores = [ranking.score_run(run, qrels, cfg.relevant_from)]
-        counts = {"queries": len(qrels), "missing": sum(not run.get(query) for query in qrels)}
-        counts["extra"] = len((system.status or run).keys() - qrels.keys())
-        system.row = counts | ({} if system.cut is None else {"cut": system.cut})
-        if system.cut_passages:
-            system.row["cut_passages"] = system.cut_passages
-        if said:
-            system.row["status"] = dict(Counter(said.values()))
-        if cfg.questions:
-            system.scores.append(ranking.all_gold_scores(run, qrels))
-        else:
-            unparsed = {query for query, word in said.items() if word not in ("ok", "unknown")}
-            system.row["paper"] = ranking.paper_protocol(system.scores[0], run, unparsed)
+        _score_run(cfg, title, system, qrels)
     corpus = cfg.corpus or cfg.retriever.corpus
     groups = breakdown.groups(turns, corpus, list(qrels)) if cfg.breakdown and turns else {}
     clusters = {t.query_id: t.conversation_id for t in turns} if cfg.cluster != "query" else {}
     result = _finish(cfg, systems, clusters, groups, list(qrels), "mrr")
     for title, system in systems.items() if cfg.out else ():
-        if title not in from_files:
+        if system.searched:
             write_run(os.path.join(cfg.out, _file_name(title) + ".trec"), system.found)
     return result
 
 
+def _score_run(cfg: EvaluateConfig, title: str, system: System, qrels: Qrels) -> None:
+    """Fill in the scores and counts of a run."""
+    if cfg.documents:
+        system.found = ranking.best_passages(system.found)
+    run = system.found
+    if cfg.documents or not system.searched:
+        passages = {passage for results in run.values() for passage, _ in results}
+        judged = {passage for gains in qrels.values() for passage in gains}
+        if passages and not passages & judged:
+            raise DataError(
+                f"{title} and {cfg.qrels or cfg.turns} have no passage in common (for example "
+                f"{min(passages)!r} and {min(judged)!r}); use the judgments of the same corpus"
+            )
+    said = {query: word for query, word in system.status.items() if query in qrels}
+    system.scores = [ranking.score_run(run, qrels, cfg.relevant_from)]
+    missing = sum(not run.get(query) for query in qrels)
+    extra = len((system.status or run).keys() - qrels.keys())
+    system.row = {"queries": len(qrels), "missing": missing, "extra": extra} | system.row
+    if said:
+        system.row["status"] = dict(Counter(said.values()))
+    if cfg.questions:
+        system.scores.append(ranking.all_gold_scores(run, qrels))
+    else:
+        unparsed = {query for query, word in said.items() if word not in ("ok", "unknown")}
+        system.row["paper"] = ranking.paper_protocol(system.scores[0], run, unparsed)
+
+
 def score_answers(cfg: EvaluateConfig) -> dict:
-    """Score files of answers, print the tables, write `out` with FlashRAG's files; all systems' rows."""
+    """Score files of answers, print the tables, write `out` and FlashRAG's files; all rows."""
     questions = read_questions(cfg.questions)
     known = {question.id: {} for question in questions}
     qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
@@ -388,10 +368,7 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         systems[title] = System(found, scores=list(scores.values()), row=row)
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
         if shown and golds and not any(shown.intersection(passages) for passages in golds.values()):
-            print(
-                f"warning: {path} retrieved no passage that {cfg.qrels} judges; are they of one corpus?",
-                file=sys.stderr,
-            )
+            print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
     types = answers.by_type(questions)
     result = _finish(cfg, systems, {}, {"type": types} if types else {}, list(known), "f1")
     for title, system in systems.items() if cfg.out else ():
@@ -450,27 +427,31 @@ def _write(cfg: EvaluateConfig, texts: dict[str, str], result: dict) -> None:
 
 
 def cross(cfg: EvaluateConfig) -> dict:
-    """Score every data set with every retriever; each one's files go to `out`/SET-RETRIEVER."""
+    """Score every data set with every retriever; each one's files go to `out`/SET-RETRIEVER.
+
+    Set and retriever → system → the paper's metrics.
+    """
+    if cfg.out:
+        claim_folder(cfg.out, "evaluate.py")
     sets = _listed(cfg.sets) or [""]
     names = [name for name in cfg.retrievers if "/" not in name] or [""]
     for name in cfg.retrievers:
         base, slash, place = name.partition("/")
         if slash and (base not in cfg.retrievers or place not in sets):
             raise ConfigError(
-                f"retrievers.{name} overrides {base!r} on data set {place!r}, but there are retrievers "
+                f"retrievers.{name} overrides {base!r} on data set {place!r}; there are retrievers "
                 f"{', '.join(names)} and sets {', '.join(sets)}"
             )
     if len(sets) > 1 and not any("@set" in str(v) for v in (cfg.turns, cfg.qrels, cfg.run)):
         raise ConfigError(
-            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where the "
-            "data set's name stands in the paths"
+            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where "
+            "the data set's name stands in the paths"
         )
     jobs = {}
     for place in sets:
         for name in names:
-            retriever = cfg.retrievers.get(
-                f"{name}/{place}", cfg.retrievers.get(name, cfg.retriever)
-            )
+            retriever = cfg.retrievers.get(name, cfg.retriever)
+            retriever = cfg.retrievers.get(f"{name}/{place}", retriever)
             job = dataclasses.replace(cfg, sets="", retrievers={}, retriever=retriever, out="")
             text = json.dumps(to_dict(job)).replace("@set", json.dumps(place)[1:-1])
             title = "/".join(filter(None, (place, name)))
@@ -490,34 +471,32 @@ def cross(cfg: EvaluateConfig) -> dict:
     table = markdown_table(head, body)
     print(f"\nAll, in percent with 95 % intervals:\n\n{table}")
     _write(cfg, {"table.md": table}, {"cells": cells})
-    return {"cells": cells}
-
-
-DETAILS = ("ci", "paired", "paired_before", "groups", "paper")  # in metrics.json alone
+    return {
+        title: {
+            system: {m: round(row[m], 4) for m in ranking.PRINTED} | {"queries": row["queries"]}
+            for system, row in systems.items()
+        }
+        for title, systems in cells.items()
+    }
 
 
 def main(cfg: EvaluateConfig) -> dict:
     """Score what the config names: metrics and counts of the last system and of all."""
     out = {"out": cfg.out} if cfg.out else {}
     if not _listed(cfg.answers) and (_listed(cfg.sets) or cfg.retrievers):
-        cells = {
-            title: {
-                system: {m: round(row[m], 4) for m in ranking.PRINTED} | {"queries": row["queries"]}
-                for system, row in systems.items()
-            }
-            for title, systems in cross(cfg)["cells"].items()
-        }
-        return {"cells": cells} | out
+        return {"cells": cross(cfg)} | out
     check(cfg)
     result = (score_answers if _listed(cfg.answers) else score)(cfg)
-
-    def short(row: dict) -> dict:
-        return {key: value for key, value in row.items() if key not in (*DETAILS, "systems")}
-
-    line = short(result)
+    line = _short(result)
     if "systems" in result:
-        line["systems"] = {title: short(row) for title, row in result["systems"].items()}
+        line["systems"] = {title: _short(row) for title, row in result["systems"].items()}
     return line | out
+
+
+def _short(row: dict) -> dict:
+    """What the last line repeats of a row."""
+    left_out = ("ci", "paired", "paired_before", "groups", "paper", "systems")
+    return {key: value for key, value in row.items() if key not in left_out}
 
 
 if __name__ == "__main__":

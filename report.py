@@ -1,14 +1,14 @@
 """Report on a file of trajectories, or on the folder of a training run.
 
-`trajectories=FILE` (infer.py's trajectory.jsonl): tables of DeepSearch-RL's statistics, and in `out`
+`trajectories=FILE` (infer.py's trajectory.jsonl): DeepSearch-RL's statistics as tables; `out` gets
 
     trajectory_stats.json, .md     the same figures (`statistics` documents them), the same tables
     rounds.svg, tool_calls.svg     their distributions
     trajectory_success.jsonl       the successful rows, unchanged; the filters leave fewer of them
     openai.jsonl, swift.jsonl      the same rows as `export` names them, for other trainers
 
-`run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page that loads nothing: a curve of
-every figure in metrics.jsonl, the settings, and what the policy wrote first and last.
+`run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page that loads nothing: a curve
+of every figure in metrics.jsonl, the settings, and what the policy wrote first and last.
 
 Rounds are turns of the model; "last turn" counts the tokens of the last request, "all turns" sums
 over requests, so a prompt counts again in every round. A success is EM 1 or F1 >= 0.8 (`success`).

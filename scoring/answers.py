@@ -4,8 +4,8 @@
    whose episode failed for a technical reason (`errors`) score zero.
 2. `well_formed` is the share of all questions whose response kept the form; `searches` is the mean
    over the episodes that there are. Both come from files of infer.py only.
-3. `gold_recall` and `all_gold` are means over the judged questions: those with a relevant passage in
-   the qrels. An episode without searches has retrieved nothing.
+3. `gold_recall` and `all_gold` are means over the questions that have a relevant passage in the
+   qrels. An episode without searches has retrieved nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Prediction:
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
     """Question id → prediction, from JSONL, or from FlashRAG's intermediate_data.json.
 
-    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`; 0 where
-    a line has neither. DataError: no prediction, a wrong type, a question answered twice.
+    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`, else 0.
+    DataError: no prediction, a wrong type, a question answered twice.
     """
     if path.endswith(".json"):
         from sources.files import read_array
@@ -105,7 +105,7 @@ def _typed(row: dict, key: str, kind: type, location: str) -> Any:
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
 ) -> dict[str, Scores]:
-    """Per-question scores in three groups, each with its own denominator; empty if nothing is known.
+    """Per-question scores in three groups, each with its own denominator; empty where unknown.
 
     answers   all questions: ANSWER_METRICS, and `well_formed` where the file tells it
     searches  questions with an episode: `searches`

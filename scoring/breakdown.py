@@ -51,7 +51,7 @@ def gold_titles(corpus: str, turns: list[Turn]) -> dict[str, str]:
 def groups(turns: list[Turn], corpus: str, queries: list[str]) -> dict[str, dict[str, list[str]]]:
     """Kind ("depth", "topic") → label → queries of it, the labels in reading order.
 
-    corpus: file whose titles tell topic switches where turns have no topic; empty: none. A kind with
+    corpus: file whose titles tell topic switches where turns have no topic, or empty. A kind with
     fewer than two labels beside "unknown" is left out.
     """
     titled = corpus and not all(turn.extra.get("topic") for turn in turns)

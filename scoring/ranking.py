@@ -1,18 +1,19 @@
-"""TREC runs and qrels, and what is measured on them: MRR, NDCG and recall by pytrec_eval, bootstrap
-intervals, paired tests. docs/metrics.md explains the rules; the original system differs in 1, 3, 4, 6.
+"""TREC runs and qrels: MRR, NDCG and recall by pytrec_eval, bootstrap intervals, paired tests.
 
-1. Means are over ALL queries of the qrels. One without any result, or without a gain above 0, scores
-   zero; the former are counted (`missing`). Queries that the qrels do not know are ignored.
+docs/metrics.md explains the rules; ConvSearch-R1's scripts differ in 1, 3, 4 (`paper_protocol`).
+
+1. Means are over ALL queries of the qrels. One without any result, or without a gain above 0,
+   scores zero; the former are counted. Queries that the qrels do not know are ignored.
 2. Relevant means gain > 0. `ndcg@3` uses the gains; its ideal ranking comes from the qrels.
-3. `mrr` looks at the first 100 results, `mrr@3` at three. (The paper prints the former as the latter.)
+3. `mrr` looks at the first 100 results, `mrr@3` at three. (The paper calls the former the latter.)
 4. Results are ranked by score in double precision, equal scores by passage id, descending, as
    trec_eval does. pytrec_eval is handed that ranking: it keeps scores in single precision.
 5. Intervals and tests draw whole conversations where it is known which turns belong together.
-6. `paper_protocol` computes the columns of ConvSearch-R1's own scripts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -47,11 +48,19 @@ def _columns(path: str, names: str) -> Iterator[tuple[str, list[str]]]:
             raise DataError(f"{location}: a NUL character in {line[:60]!r}; the file is damaged")
         if len(columns) != expected:
             raise DataError(
-                f"{location}: {len(columns)} columns in {line[:60]!r}; there must be {expected}: {names}"
+                f"{location}: {len(columns)} columns; there must be {expected}: {names}"
             )
         yield location, columns
     if not location:
         raise DataError(f"{path}: the file is empty; it needs lines of {expected} columns: {names}")
+
+
+def _add(table: dict[str, dict], query: str, passage: str, value: float, location: str) -> None:
+    if passage in table.setdefault(query, {}):
+        raise DataError(
+            f"{location}: passage {passage!r} stands a second time for query {query!r}; keep one"
+        )
+    table[query][passage] = value
 
 
 def read_qrels(path: str) -> Qrels:
@@ -61,17 +70,10 @@ def read_qrels(path: str) -> Qrels:
     """
     qrels: Qrels = {}
     for location, (query, _, passage, gain) in _columns(path, "query-id 0 passage-id gain"):
-        if not re.fullmatch(
-            r"[+-]?[0-9]{1,4}", gain
-        ):  # pytrec_eval allocates for every grade up to the greatest
-            raise DataError(
-                f"{location}: gain {gain!r} is not a whole number of four digits at most; write 0, 1, 2, …"
-            )
-        if passage in qrels.setdefault(query, {}):
-            raise DataError(
-                f"{location}: passage {passage!r} is judged a second time for query {query!r}; keep one line"
-            )
-        qrels[query][passage] = int(gain)
+        # pytrec_eval allocates for every grade up to the greatest
+        if not re.fullmatch(r"[+-]?[0-9]{1,4}", gain):
+            raise DataError(f"{location}: gain {gain!r} is no whole number of at most four digits")
+        _add(qrels, query, passage, int(gain), location)
     return qrels
 
 
@@ -82,42 +84,33 @@ def read_run(path: str) -> Run:
     twice for one query.
     """
     run: dict[str, dict[str, float]] = {}
-    for location, (query, _, passage, _, text, _) in _columns(
-        path, "query-id Q0 passage-id rank score tag"
-    ):
+    names = "query-id Q0 passage-id rank score tag"
+    for location, (query, _, passage, _, text, _) in _columns(path, names):
         try:
             score = float(text)
         except ValueError:
-            score = float("nan")
-        if score != score:
+            score = math.nan
+        if math.isnan(score):
             raise DataError(
                 f"{location}: score {text!r} is not a number; results are ordered by it"
             )
-        if passage in run.setdefault(query, {}):
-            raise DataError(
-                f"{location}: passage {passage!r} is listed a second time for query {query!r}; keep one line"
-            )
-        run[query][passage] = score
+        _add(run, query, passage, score, location)
     return {query: rank_results(query, list(results.items())) for query, results in run.items()}
 
 
 def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Results of one query, best first (rule 4). DataError: a NaN score, a passage that occurs twice."""
-    ranked = sorted(
-        ((passage, float(score)) for passage, score in results),
-        key=lambda r: (r[1], r[0]),
-        reverse=True,
-    )
-    if any(score != score for _, score in ranked):
+    """Results of one query, best first (rule 4). DataError: a NaN score, a passage listed twice."""
+    ranked = [(passage, float(score)) for passage, score in results]
+    ranked.sort(key=lambda result: (result[1], result[0]), reverse=True)
+    if any(math.isnan(score) for _, score in ranked):
         raise DataError(
-            f"query {query!r} has a result with score NaN, which is a failed search: search it again"
+            f"query {query!r} has a score NaN, which is a failed search: search it again"
         )
-    passage, times = (
-        Counter(passage for passage, _ in ranked).most_common(1)[0] if ranked else ("", 1)
-    )
+    counts = Counter(passage for passage, _ in ranked)
+    passage, times = counts.most_common(1)[0] if ranked else ("", 1)
     if times > 1:
         raise DataError(
-            f"passage {passage!r} occurs {times} times in the results of query {query!r}; list it once"
+            f"passage {passage!r} occurs {times} times in the results of query {query!r}"
         )
     return ranked
 
@@ -134,8 +127,8 @@ def best_passages(run: Run) -> Run:
             document, dash, number = passage.rpartition("-")
             if not dash or not number.isdigit():
                 raise DataError(
-                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N; documents=true needs the "
-                    "passage ids that prepare.py cast21 makes"
+                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N; documents=true "
+                    "needs the passage ids that prepare.py cast21 makes"
                 )
             best.setdefault(document, score)
         # places instead of scores: documents whose best passages tie keep the passages' order
@@ -230,7 +223,7 @@ PRINTED = {"mrr": "MRR@3", "ndcg@3": "NDCG@3", "recall@10": "R@10", "recall@100"
 
 
 def all_gold_scores(run: Run, qrels: Qrels, k: int = 10) -> Scores:
-    """Queries with a relevant passage → {"all_gold@k": 1.0 where the first k results hold them all}."""
+    """Query with relevant passages → {"all_gold@k": 1.0 if the first k results hold them all}."""
     out: Scores = {}
     for query, gains in qrels.items():
         if golds := [passage for passage, gain in gains.items() if gain > 0]:
@@ -240,22 +233,22 @@ def all_gold_scores(run: Run, qrels: Qrels, k: int = 10) -> Scores:
 
 
 def check_judgments(qrels: Qrels, passage_ids: Container[str], path: str, place: str) -> None:
-    """Are the relevant passages among those of an index (or a run)? DataError where none is.
+    """DataError where none of the relevant passages is among `passage_ids`; a warning for some.
 
-    Where some are not, a warning says how many: they can't be found. path, place: for the messages.
+    path, place: what holds the judgments and the passages, for the messages.
     """
     golds = {p for gains in qrels.values() for p, gain in gains.items() if gain > 0}
     among = getattr(passage_ids, "among", None)  # a served index is asked once for all
-    known = among(golds) if among else {p for p in golds if p in passage_ids}
+    known = set(among(golds)) if among else {p for p in golds if p in passage_ids}
     if golds and not known:
         raise DataError(
-            f"{path}: none of its {len(golds)} relevant passages (for example {min(golds)!r}) is in "
-            f"{place}; use the judgments of the same corpus"
+            f"{path}: none of its {len(golds)} relevant passages (for example {min(golds)!r}) is "
+            f"in {place}; use the judgments of the same corpus"
         )
     if len(known) < len(golds):
         print(
-            f"warning: {path}: {len(golds) - len(known)} of {len(golds)} relevant passages (for "
-            f"example {min(golds - known)!r}) are not in {place} and can't be found",
+            f"warning: {path}: {len(golds) - len(known)} of {len(golds)} relevant passages are not "
+            f"in {place} and can't be found (for example {min(golds - known)!r})",
             file=sys.stderr,
         )
 
@@ -325,7 +318,7 @@ def _bootstrap(
 def bootstrap_interval(
     scores: Scores, clusters: dict[str, str] | None = None, samples: int = 10_000, seed: int = 0
 ) -> dict[str, list[float] | None]:
-    """Metric → [low, high]: the 95 % percentile bootstrap interval of the mean of per-query scores.
+    """Metric → [low, high]: the 95 % percentile bootstrap interval of the mean over queries.
 
     clusters: query id → conversation id; conversations are drawn then. None for a single unit.
     """
@@ -340,7 +333,7 @@ def paired_test(
     samples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Metric → {"difference", "ci", "p"}: mean of `scores` minus that of `baseline`, same queries.
+    """Metric → {"difference", "ci", "p"}: mean of `scores` minus that of `baseline`.
 
     p is two-sided, from sign flips of each unit's difference (a query, or with `clusters` a
     conversation): (1 + flips as far from 0 as observed) / (1 + samples). No correction for testing

@@ -368,7 +368,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
     ({"run": "x.trec"}, ConfigError, "run=x.trec does not go with answers"),
     ({"samples": 0}, ConfigError, "samples=0 must be at least 1"),
     ({"qrels": "other.qrels"}, DataError, "judges no question"),
-    ({"answers": "others.jsonl"}, DataError, "no question in common"),
+    ({"answers": "others.jsonl"}, DataError, "no query in common"),
 ])
 def test_what_cannot_be_scored(files, change, error, message):
     (files / "other.qrels").write_text("nobody 0 p 1\n")

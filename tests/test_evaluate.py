@@ -168,7 +168,7 @@ def write(path, text):
         (
             read_qrels,
             "q1 0 d1 1\nq2 0 d1 1\nq1 0 d1 1\n",
-            "bad.txt:3: passage 'd1' is judged a second time for query 'q1'",
+            "bad.txt:3: passage 'd1' stands a second time for query 'q1'",
         ),
         (read_qrels, b"q1 0 d\xe9 1\n", "bad.txt:1: not UTF-8"),
         (read_run, "", "bad.txt: the file is empty"),
@@ -176,7 +176,7 @@ def write(path, text):
         (read_run, "q1 Q0 d1 1 2.0 2.0 t\n", "bad.txt:1: 7 columns"),
         (read_run, "q1 Q0 d1 1 high t\n", "bad.txt:1: score 'high'"),
         (read_run, "q1 Q0 d1 1 1.0 t\n\nq1 Q0 d2 2 nan t\n", "bad.txt:3: score 'nan'"),
-        (read_run, "q1 Q0 d1 1 1.0 t\nq1 Q0 d1 2 0.5 t\n", "bad.txt:2: passage 'd1' is listed a second time"),
+        (read_run, "q1 Q0 d1 1 1.0 t\nq1 Q0 d1 2 0.5 t\n", "bad.txt:2: passage 'd1' stands a second time"),
     ],
 )
 def test_bad_lines_name_file_line_and_reason(tmp_path, reader, text, message):
@@ -255,8 +255,8 @@ def test_read_rewrites(tmp_path):
         read_rewrites(path, sample=2)
     for bad, message in [
         ('{"query_id": "a", "rewrite": "x"}\n' * 2, ":2: query_id 'a' occurs a second time"),
-        ('{"query_id": 1, "rewrite": "x"}', ":1: query_id is 1"),
-        ('{"query_id": "a"}', "rewrite is None"),
+        ('{"query_id": true, "rewrite": "x"}', ":1: 'query_id' is True"),
+        ('{"query_id": "a"}', ":1: 'rewrite' is None"),
         ("", "no rewrites"),
         ('{"query_id": "a", "rewr', ":1: not valid JSON"),
     ]:
