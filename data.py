@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+import string
+import unicodedata
 from dataclasses import asdict, dataclass, field
 from typing import Any, Iterator
 
@@ -265,6 +267,12 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
     return kept, len(turns) - len(kept)
 
 
+def _scorable(gold: str) -> bool:
+    """Is anything left of a golden answer when it is normalised for scoring?"""
+    return any(c not in string.punctuation and unicodedata.category(c)[0] not in "CZ"
+               for c in unicodedata.normalize("NFKC", gold))
+
+
 def read_questions(path: str) -> list[Question]:
     """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional `metadata`."""
     questions: list[Question] = []
@@ -274,13 +282,13 @@ def read_questions(path: str) -> list[Question]:
         key = _new_id(row, "id", where, seen)
         golds = row.get("golden_answers")
         golds = [golds] if isinstance(golds, str) else golds
-        if not isinstance(golds, list) or not all(isinstance(g, str) for g in golds) or not "".join(golds).strip():
-            raise DataError(f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
-                            f"{str(golds)[:80]}")
+        if not isinstance(golds, list) or not all(isinstance(g, str) for g in golds) or not any(map(_scorable, golds)):
+            raise DataError(f"{where}: golden_answers of {key} must be a list of strings with one that is not blank "
+                            f"or punctuation alone (scoring drops both), not {str(golds)[:80]}")
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}")
-        questions.append(Question(key, _question(row, where), [g for g in golds if g.strip()], metadata))
+        questions.append(Question(key, _question(row, where), list(filter(_scorable, golds)), metadata))
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")
     return questions
