@@ -1,6 +1,4 @@
 """Answers: the five scores against slow loops and hand values, gold passages of an episode, answer files, FlashRAG's.
-
-python -m pytest tests/test_answers.py
 """
 
 import json
@@ -178,6 +176,25 @@ def test_what_stands_behind_the_array_is_not_lost_in_silence(tmp_path, behind):
         read_predictions(str(path))
     with pytest.raises(DataError, match="none.json: No such file"):
         read_predictions(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("golds", [["???", ""], "-", ["\u200b"], ["？！"], ["!", " . "]])
+def test_questions_whose_golden_answers_are_nothing_are_refused(tmp_path, golds):
+    rows = [{"id": "a", "question": "?", "golden_answers": ["Lima", "..."]}, {"id": "b", "question": "?", "golden_answers": golds}]
+    with pytest.raises(DataError, match="q.jsonl:2: golden_answers of b must be .*not blank or punctuation alone"):
+        read_questions(put(tmp_path / "q.jsonl", rows))
+    assert read_questions(put(tmp_path / "q.jsonl", rows[:1]))[0].golden_answers == ["Lima"]
+
+
+def test_what_reading_keeps_of_golden_answers_can_be_scored(tmp_path):
+    """The reader's rule (data.py) and the scorer's (reward.py) are the same."""
+    generator = random.Random(4)
+    signs = [*"?!.-'\"$ ", "\u00a0", "\u200b", "\ufeff", "？", "。", "the", "a", "7", "é", "ﬁ", "日"]
+    for _ in range(500):
+        gold = "".join(generator.choices(signs, k=generator.randrange(1, 4)))
+        path = put(tmp_path / "q.jsonl", [{"id": "a", "question": "?", "golden_answers": ["Lima", gold]}])
+        kept = gold in read_questions(path)[0].golden_answers
+        assert kept == (exact_match(gold, [gold]) == 1.0), ascii(gold)
 
 
 def test_numeric_question_ids_are_written_too(tmp_path):
@@ -380,6 +397,21 @@ def test_what_cannot_be_scored(files, change, error, message):
         evaluate.main(cfg)
 
 
+def test_retrieved_passages_of_another_corpus_are_told(files, capsys):
+    (files / "x.qrels").write_text("".join(f"q{i} 0 elsewhere{i} 1\n" for i in range(5)))
+    evaluate.main(EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/q.jsonl", qrels=f"{files}/x.qrels", samples=5))
+    assert "after.jsonl retrieved no passage that" in capsys.readouterr().err
+
+
+def test_flashrag_files_hold_flashrags_scores(files):
+    """Where ours differ (an accent in two marks), the tables have ours and FlashRAG's files have theirs."""
+    put(files / "q.jsonl", [{"id": "q0", "question": "?", "golden_answers": ["Caf\u00e9"]}])
+    put(files / "p.jsonl", [{"id": "q0", "prediction": "Cafe\u0301"}])
+    line = evaluate.main(EvaluateConfig(answers=f"{files}/p.jsonl", questions=f"{files}/q.jsonl", out=f"{files}/f", samples=5))
+    assert line["em"] == 1.0 and (files / "f/metric_score.txt").read_text().startswith("em: 0.0\n")
+    assert json.loads((files / "f/intermediate_data.json").read_text())[0]["output"]["metric_score"]["em"] == 0.0
+
+
 def test_types_of_questions(files):
     """Each type's mean is over its own questions, and together they are the mean of all."""
     put(files / "typed.jsonl", [row | {"metadata": {"type": "bridge" if i < 3 else "comparison"}}
@@ -407,9 +439,7 @@ def test_rows_of_episodes_are_read(tmp_path):
     assert read_predictions(path, 1) == {"q0": Prediction("", "", False, 1, ["p1", "p2"], "tool_error: time-out")}
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-def test_case_evl_23_means_are_weighted_by_items():
+def test_means_are_weighted_by_items():
     """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the shards' means."""
     questions = [Question(f"q{i}", "?", ["Lima"]) for i in range(4)]
     predictions = {f"q{i}": Prediction("Lima" if i < 3 else "Rome") for i in range(4)}

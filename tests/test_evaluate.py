@@ -1,7 +1,4 @@
-"""evaluate.py: pytrec_eval and slow loops as oracles, files, intervals, the command, the cases of area `evaluate`.
-
-python -m pytest tests/test_evaluate.py
-"""
+"""evaluate.py: pytrec_eval and slow loops as oracles, files, intervals, search, the command."""
 
 import itertools
 import json
@@ -26,9 +23,6 @@ from scoring.ranking import (best_passages, bootstrap_interval, evaluate_run, ME
                              paper_protocol, rank_results, read_qrels, read_run, score_run,
                              write_qrels, write_run)
 from search.passages import RetrieverConfig
-
-# Evaluate cases that other test files answer.
-ELSEWHERE = {"evl-23": "tests/test_answers.py: means of EM and F1"}
 
 ROOT = os.path.dirname(os.path.abspath(evaluate.__file__))
 
@@ -897,7 +891,7 @@ def test_cross_settings_that_cannot_work(words, message):
         evaluate.main(load_config(EvaluateConfig, words))
 
 
-# ---------------------------------------------------------------------------------------------- the case list
+# ---------------------------------------------------------------------------------------------- known values
 
 THREE = {"d1": 3.0, "d2": 2.0, "d3": 1.0}
 
@@ -906,18 +900,15 @@ def per_query(run, qrels, query="q1"):
     return score_run({q: list(r.items()) for q, r in run.items()}, qrels)[query]
 
 
-def evl_01(tmp_path):
+def test_equal_scores_go_by_passage_id_descending():
     row = per_query({"q1": {"d1": 1.0, "d2": 1.0, "d3": 1.0}}, {"q1": {"d1": 1}})
     assert [row["mrr"], row["recall@10"], row["ndcg@3"]] == pytest.approx([1 / 3, 1.0, 0.5], abs=1e-6)
-
-
-def evl_03(tmp_path):
     qrels = {"q1": {"a": 0, "b": 1, "c": 0}}
     assert per_query({"q1": {"b": 1.0, "a": 1.0}}, qrels)["ndcg@3"] == pytest.approx(1.0)
     assert per_query({"q1": {"b": 1.0, "c": 1.0}}, qrels)["ndcg@3"] == pytest.approx(0.63093, abs=1e-5)
 
 
-def evl_05(tmp_path):  # policy for the query without judgments: zero, and it counts in the mean
+def test_a_query_without_judgments_is_zero_and_spoils_no_other():
     qrels = {"q1": {"d1": 1, "d2": 0}, "q2": {}, "q3": {"d2": 1, "d3": 1}}
     run = {q: list(THREE.items()) for q in ("q1", "q2", "q3")}
     scores = score_run(run, qrels)
@@ -928,68 +919,169 @@ def evl_05(tmp_path):  # policy for the query without judgments: zero, and it co
     assert metrics["mrr"] == pytest.approx(0.5) and (metrics["queries"], metrics["missing"]) == (3, 0)
 
 
-def evl_07(tmp_path):
+def test_nothing_relevant_retrieved_is_zero_and_counts():
     assert set(per_query({"q1": {"x": 2.0, "y": 1.0}}, {"q1": {"d1": 2, "d2": 1}}).values()) == {0.0}
+    run = {"q1": [("g", 2.0), ("x", 1.0)], "q2": [("x", 2.0), ("y", 1.0)]}
+    metrics = evaluate_run(run, {"q1": {"g": 1}, "q2": {"h": 1}})
+    assert (metrics["mrr"], metrics["missing"]) == (0.5, 0)
 
 
-def evl_09(tmp_path):
+def test_ideal_gain_comes_from_the_judgments_and_grades_count():
     row = per_query({"q1": {"d1": 2.0, "x": 1.0}}, {"q1": {"d1": 1, "d2": 1, "d3": 1}})
     assert row["ndcg@3"] == pytest.approx(0.469279, abs=1e-6)
-
-
-def evl_11(tmp_path):  # relevant is gain > 0, without an option for another threshold
     row = per_query({"q1": {"d2": 3.0, "d3": 2.0, "d1": 1.0}}, {"q1": {"d1": 2, "d2": 1, "d3": 1}})
     assert [row["mrr"], row["recall@10"], row["ndcg@3"]] == pytest.approx([1.0, 1.0, 0.840303], abs=1e-6)
 
 
-def evl_13(tmp_path):  # MRR@3 is the cut that this project has
+def test_cuts_of_mrr_and_recall():
     run = {"q1": {f"d{i:02d}": 100.0 - i for i in range(14)} | {"g": 50.0}}
     row = per_query(run, {"q1": {"g": 1}})
     assert row["mrr"] == pytest.approx(0.066667, abs=1e-6)
     assert (row["mrr@3"], row["recall@10"], row["recall@20"]) == (0.0, 0.0, 1.0)
 
 
-def evl_15(tmp_path):
+def test_tabs_blanks_line_ends_and_ids_that_look_like_numbers(tmp_path):
     qrels = read_qrels(write(tmp_path / "q", "q1\t0\td1\t1\r\nq2 0  d2 2\r\n"))
     run = read_run(write(tmp_path / "r", "q1\tQ0\td1\t1\t2.5\tt\r\nq2  Q0 d2 1 1.0 t\r\n"))
     metrics = evaluate_run(run, qrels)
     assert (metrics["mrr"], metrics["queries"]) == (1.0, 2) and qrels["q2"] == {"d2": 2}
-
-
-def evl_17(tmp_path):
-    with pytest.raises(DataError, match=":2: 3 columns"):
-        read_qrels(write(tmp_path / "q", "q1 0 d1 1\nq2 0 d2\n"))
-
-
-def evl_19(tmp_path):
     qrels = read_qrels(write(tmp_path / "q", "007 0 12 1\n7 0 13 1\n"))
     run = read_run(write(tmp_path / "r", "007 Q0 12 1 1.0 t\n7 Q0 13 1 1.0 t\n"))
     metrics = evaluate_run(run, qrels)
     assert (metrics["mrr"], metrics["queries"]) == (1.0, 2)
+    qrels = read_qrels(write(tmp_path / "q", "q1 0 d1 0\nq1 0 d2 1\n"))  # gain 0 is not relevant
+    assert evaluate_run({"q1": [("d1", 2.0), ("d2", 1.0)]}, qrels)["mrr"] == 0.5
 
 
-def evl_21(tmp_path):
-    run = {"q1": [("g", 2.0), ("x", 1.0)], "q2": [("x", 2.0), ("y", 1.0)]}
-    metrics = evaluate_run(run, {"q1": {"g": 1}, "q2": {"h": 1}})
-    assert (metrics["mrr"], metrics["missing"]) == (0.5, 0)
-
-
-def evl_25(tmp_path):
+def test_written_scores_keep_the_order(tmp_path):
     run = {"q": [("d1", 12.3456789), ("d2", 12.3456788), ("d3", 12.3456787)]}
     write_run(tmp_path / "r", run)
     for variant in (run, read_run(tmp_path / "r")):
         assert evaluate_run(variant, {"q": {"d3": 1}})["mrr"] == pytest.approx(1 / 3)
 
 
-def rew_38(tmp_path):
-    qrels = read_qrels(write(tmp_path / "q", "q1 0 d1 0\nq1 0 d2 1\n"))
-    assert evaluate_run({"q1": [("d1", 2.0), ("d2", 1.0)]}, qrels)["mrr"] == 0.5  # rank 2
+# ---------------------------------------------------------------------------------------------- judgments of another corpus
 
 
-CASES = {f"evl-{number:02d}": globals()[f"evl_{number:02d}"] for number in (1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 25)}
-CASES["rew-38"] = rew_38
+def test_judgments_of_another_corpus_are_an_error(searched, capsys):
+    folder, _ = searched
+    words = [f"turns={folder}/turns.jsonl", "query=question", f"qrels={folder}/qrels", "samples=5"]
+    write_qrels(folder / "qrels", {"c1_1": {"x1": 1}, "c2_1": {"x2": 1, "p1": 0}})
+    with pytest.raises(DataError, match="none of its 2 relevant passages .*'x1'.* is in the index"):
+        evaluate.main(load_config(EvaluateConfig, words))
+    write_qrels(folder / "qrels", {"c1_1": {"x1": 1, "p1": 1}, "c2_1": {"p3": 1}, "unasked": {"x9": 1}})
+    evaluate.main(load_config(EvaluateConfig, words))
+    assert "1 of 3 relevant passages are not in the index" in capsys.readouterr().err
+    write_qrels(folder / "qrels", {"c1_1": {"p1": 1}})
+    evaluate.main(load_config(EvaluateConfig, words))
+    assert "warning" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("check", CASES.values(), ids=CASES)
-def test_case(check, tmp_path):
-    check(tmp_path)
+def test_a_run_and_qrels_without_a_common_passage(tmp_path):
+    write_run(tmp_path / "r.trec", {"q": [("d-1", 1.0)], "other": [("d-2", 1.0)]})
+    words = [f"run={tmp_path}/r.trec", f"qrels={tmp_path}/qrels", "samples=5"]
+    for more in ([], ["documents=true"]):
+        write_qrels(tmp_path / "qrels", {"q": {"x1": 1}})
+        with pytest.raises(DataError, match="r and .*qrels have no passage in common"):
+            evaluate.main(load_config(EvaluateConfig, words + more))
+        judged = "d" if more else "d-1"
+        write_qrels(tmp_path / "qrels", {"q": {"x1": 1, judged: 0}})  # judged, though not relevant
+        assert evaluate.main(load_config(EvaluateConfig, words + more))["mrr"] == 0.0
+
+
+# ---------------------------------------------------------------------------------------------- rules, pairs, cuts
+
+
+def test_rules_as_queries(searched):
+    folder, retriever = searched
+    context = [("who was she", "a chemist"), ("where born", "in warsaw")]
+    rows = [turn("c_1", "tell me", ["p1"]), turn("c_3", "and then", ["p2"], context=context)]
+    write(folder / "turns.jsonl", "".join(json.dumps(t.record()) + "\n" for t in rows))
+    rules = {
+        "first": "who was she",
+        "first+question": "who was she and then",
+        "previous+question": "where born and then",
+        "context": "and then where born in warsaw who was she a chemist",
+        "question": "and then",
+    }
+    for rule, text in rules.items():
+        retriever.asked.clear()
+        line = evaluate.main(load_config(EvaluateConfig, [f"turns={folder}/turns.jsonl", f"query={rule}", "samples=5"]))
+        assert line["system"] == f"turns: {rule}" and retriever.asked == ["tell me", text]
+
+
+def test_each_system_is_paired_with_the_one_before_too(files, capsys):
+    folder, run, better, qrels = files
+    write_run(folder / "best.trec", {q: [(p, float(gain)) for p, gain in gains.items()] for q, gains in qrels.items()})
+    paths = ",".join(f"{folder}/{name}.trec" for name in ("raw", "mine", "best"))
+    result = evaluate.score(load_config(EvaluateConfig, [f"run={paths}", f"qrels={folder}/qrels", "samples=300"]))
+    best = result["systems"]["best"]
+    expected = paired_test(score_run(read_run(folder / "best.trec"), qrels), score_run(better, qrels), samples=300)
+    assert best["paired_before"] == expected and "paired_before" not in result["systems"]["mine"]
+    assert best["paired"]["mrr"]["difference"] == pytest.approx(best["mrr"] - result["systems"]["raw"]["mrr"])
+    below = capsys.readouterr().out.split("| minus raw |")[1]
+    assert re.findall(r"^\| ([^|-]+) \|", below, re.MULTILINE) == ["mine", "best", "best, minus mine"]
+
+
+def test_cut_queries_are_told_in_every_table(searched, capsys, tmp_path):
+    folder, retriever = searched
+    search, retriever.cut_queries, retriever.cut_passages = retriever.search, 7, 2
+
+    def cutting(queries, k):
+        retriever.cut_queries += sum(len(query.split()) > 4 for query in queries)
+        return search([" ".join(query.split()[:4]) for query in queries], k)
+
+    retriever.search = cutting
+    words = [f"turns={folder}/turns.jsonl", "query=question,context", "samples=5", f"out={tmp_path}/out"]
+    line = evaluate.main(load_config(EvaluateConfig, words))
+    assert [row["cut"] for row in line["systems"].values()] == [0, 1]
+    table = (tmp_path / "out/table.md").read_text()
+    assert "| queries | missing | cut |" in table and "| 3 | 0 | 1 |" in table
+    assert "turns: context: 1 queries were longer than the retriever takes, and cut." in table
+    assert "turns: context: 2 passages are longer than the encoder reads, and cut." in table
+    assert table == capsys.readouterr().out
+
+
+def test_intervals_of_few_conversations_are_called_too_narrow(searched, files, capsys):
+    evaluate.main(load_config(EvaluateConfig, [f"turns={searched[0]}/turns.jsonl", "query=question", "samples=5"]))
+    assert "(2 of them). Percentile intervals of so few are slightly too narrow." in capsys.readouterr().out
+    evaluate.main(load_config(EvaluateConfig, [f"run={files[0]}/raw.trec", f"qrels={files[0]}/qrels", "samples=5"]))
+    assert "too narrow" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- folders, pipes, start
+
+
+def test_a_folder_of_another_tool_is_refused(files):
+    folder = files[0]
+    os.makedirs(folder / "run")
+    write(folder / "run/config.yaml", "model: x\ngroup_size: 8\n")
+    words = [f"run={folder}/mine.trec", f"qrels={folder}/qrels", "samples=5"]
+    for more in ([], ["sets=a"], ["retrievers={x: {}}"]):
+        with pytest.raises(ConfigError, match="was made by grpo.py"):
+            evaluate.main(load_config(EvaluateConfig, [*words, *more, f"out={folder}/run"]))
+    assert (folder / "run/config.yaml").read_text() == "model: x\ngroup_size: 8\n"
+    for _ in range(2):  # its own folder may be written again
+        evaluate.main(load_config(EvaluateConfig, [*words, f"out={folder}/own"]))
+
+
+@pytest.mark.parametrize("end", ["head -n 1 >{0}/seen", "exec 0<&-"])
+def test_a_closed_pipe_ends_quietly(files, end):
+    folder = files[0]
+    run = f"{sys.executable} evaluate.py run={folder}/mine.trec qrels={folder}/qrels samples=5"
+    for command in (run, f"{sys.executable} evaluate.py --help"):
+        pipe = f"(sleep 0.2; {command}) 2>{folder}/err | ({end.format(folder)}); echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", pipe], cwd=ROOT, capture_output=True, text=True)
+        assert (folder / "err").read_text() == "" and done.stdout.strip() in ("0", "141")
+
+
+@pytest.mark.parametrize("tool, words", [
+    ("evaluate", ["--help"]), ("report", ["--help"]), ("evaluate", ["run={0}/mine.trec", "qrels={0}/qrels", "out={0}/o"])])
+def test_starts_without_torch_within_a_second(files, tool, words):
+    words = [word.format(files[0]) for word in words]
+    code = (f"import runpy, sys, time; sys.argv = [{tool + '.py'!r}, *{words!r}]\ntry:\n    runpy.run_path({tool + '.py'!r}, run_name="
+            "'__main__')\nfinally:\n    print('torch' in sys.modules, time.process_time(), file=sys.stderr)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    loaded, seconds = done.stderr.split()
+    limit = 1.0 if words == ["--help"] else 4.0  # the bootstrap's 10,000 samples are no start-up
+    assert done.returncode == 0 and loaded == "False" and float(seconds) < limit

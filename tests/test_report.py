@@ -18,7 +18,7 @@ from test_trajectory_sft import agent_row, call, conversation  # noqa: F401  a f
 from episodes import trajectories
 import data
 import report
-from config import run as run_entry
+from config import ConfigError, run as run_entry
 from runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,6 +148,38 @@ def test_questions_bring_types_and_what_is_missing(tmp_path):
     write_jsonl(str(questions), [{"id": "other", "question": "x", "golden_answers": ["y"]}])
     with pytest.raises(data.DataError, match="'q0' is not in"):
         report.main(report.ReportConfig(**cfg, questions=str(questions)))
+
+
+def test_rows_without_id_number_ids_and_null_figures(tmp_path):
+    path, questions = tmp_path / "t.jsonl", tmp_path / "q.jsonl"
+    rows = many(6)
+    for i, row in enumerate(rows):
+        row["id"] = i // 3  # a number; the questions have it as a text
+    rows[0] |= {"metric_score": {"em": None, "f1": None}, "response_meta": None, "searches": None, "rounds": None, "status": None, "error": None}
+    rows[1] |= {"metric_score": None, "response_meta": {"usage": {"prompt_tokens": None}}, "all_turns_tokens": None}
+    write_jsonl(str(path), rows)
+    write_jsonl(str(questions), [{"id": str(i), "question": "x", "golden_answers": ["y"]} for i in range(3)])
+    result = report.main(report.ReportConfig(trajectories=str(path), questions=str(questions), out=str(tmp_path / "o")))
+    assert result["total"] == 7  # question 2 has no row
+    for change, message in [({"id": None}, "question None is not in"), ({"id": 7}, "question 7 is not in"),
+                            ({"metric_score": {"em": "1"}}, "metric_score.em must be a number"), ({"rounds": "2"}, "rounds must be of type int"),
+                            ({"metric_score": [1]}, "metric_score must be of type dict")]:
+        write_jsonl(str(path), [rows[0] | change])
+        with pytest.raises(data.DataError, match=message):
+            report.main(report.ReportConfig(trajectories=str(path), questions=str(questions), out=str(tmp_path / "o")))
+    del rows[2]["id"]
+    write_jsonl(str(path), rows[2:3])
+    assert report.main(report.ReportConfig(trajectories=str(path), out=str(tmp_path / "o")))["total"] == 1
+    with pytest.raises(data.DataError, match="question None is not in"):
+        report.main(report.ReportConfig(trajectories=str(path), questions=str(questions), out=str(tmp_path / "o")))
+
+
+def test_a_training_runs_folder_is_not_written_into(tmp_path):
+    write_jsonl(str(tmp_path / "t.jsonl"), many(3))
+    (tmp_path / "config.yaml").write_text("group_size: 8\n")
+    for out in ("", str(tmp_path)):  # beside the trajectories too
+        with pytest.raises(ConfigError, match="was made by grpo.py"):
+            report.main(report.ReportConfig(trajectories=str(tmp_path / "t.jsonl"), out=out))
 
 
 class Balanced(HTMLParser):

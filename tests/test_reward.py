@@ -1,7 +1,4 @@
-"""reward.py: values by hand, the original's expressions as an oracle, every `reward` case of the case list.
-
-python -m pytest tests/test_reward.py
-"""
+"""reward.py: values by hand, the original's expressions and FlashRAG's scorer as oracles."""
 
 import math
 import random
@@ -9,23 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import reward
 from reward import (answer_metrics, check_search_format, exact_match, extract_answer,
-                    extract_boxed, f1_score, normalize_answer, parse_response, rank_incentive,
+                    extract_boxed, f1_score, normalize_answer, parse_paper_inference, parse_response, rank_incentive,
                     REWARDS, score_rewrite)
 
 GOOD = "<think>she is Curie</think>\n<rewrite>Where was Marie Curie born?</rewrite>"
-
-# Reward cases that other files answer, or later ones.
-ELSEWHERE = {
-    "rew-38": "test_evaluate.py: read_qrels keeps gain 0 apart from gain 1",
-    "rew-40": "data.with_gold leaves turns without a gold passage out and counts them; tested with data.py",
-    "rew-42": "test_episode.py: an episode cut off by its budget earns nothing",
-}
 
 # ---------------------------------------------------------------------------------------------- strict parser
 
@@ -148,6 +139,34 @@ def test_paper_parser_equals_the_two_expressions():
         assert parsed == (match and match[1], found and found[1], match is not None), text
         seen.add((parsed.well_formed, parsed.rewrite is None))
     assert len(seen) == 3  # well formed always has a rewrite
+
+
+SIX_FORMS = {
+    "blank line between": "<think>a</think>\n\n<rewrite>b</rewrite>",
+    "lead-in text": "Sure. <think>a</think>\n<rewrite>b</rewrite>",
+    "same line": "<think>a</think><rewrite>b</rewrite> done",
+    "reversed order": "<rewrite>b</rewrite>\n<think>a</think>",
+    "text between": "<think>a</think>\nso I ask:\n<rewrite>b</rewrite>",
+    "an empty rewrite": "<think>a</think>\n<rewrite></rewrite>",
+}
+
+
+@pytest.mark.parametrize("text", SIX_FORMS.values(), ids=SIX_FORMS)
+def test_the_papers_inference_takes_what_its_training_or_the_strict_parser_refuses(text):
+    assert parse_paper_inference(text) == ("a", "" if "<rewrite></" in text else "b", True)
+    assert not parse_response(text, "strict").well_formed or not parse_response(text, "paper").well_formed
+
+
+def test_the_papers_inference_equals_its_two_expressions():
+    blocks = [re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("think", "rewrite")]
+    seen = set()
+    for text in tag_soup(20_000):
+        think, rewrite = (m and m[1] for m in (block.search(text) for block in blocks))
+        parsed = parse_paper_inference(text)
+        assert parsed == (think, rewrite, think is not None and rewrite is not None), text
+        seen.add((parsed.think is None, parsed.rewrite is None))
+    assert len(seen) == 4
+    assert not parse_paper_inference("<think>" * 50_000).well_formed
 
 
 def test_unknown_parser():
@@ -317,6 +336,56 @@ def test_f1_and_em_equal_the_slow_scorer():
 def test_f1_rows(prediction, golds, f1):
     assert f1_score(prediction, golds) == pytest.approx(f1)
     assert exact_match(prediction, golds) == (1.0 if f1 == 1.0 else 0.0)
+
+
+INVISIBLE = ["\u00ad", "\u061c", "\u200b", "\u200c", "\u200d", "\u200e", "\u200f", "\u202a", "\u202e", "\u2060", "\u2066", "\ufeff"]
+
+
+@pytest.mark.parametrize("mark", INVISIBLE, ids=ascii)
+def test_invisible_marks_change_no_score(mark):
+    for prediction, gold in ((f"Li{mark}ma", "Lima"), ("Lima", f"{mark}Lima{mark}"), (f"the{mark} Lima", "lima")):
+        assert set(answer_metrics(prediction, gold).values()) == {1.0}
+        published = answer_metrics(prediction, gold, published=True)
+        assert published["em"] == 0.0  # the published scorer compares characters
+    assert answer_metrics(mark, [mark]) == answer_metrics("", ["???"]) == dict.fromkeys(reward.ANSWER_METRICS, 0.0)
+
+
+@pytest.mark.parametrize("form, plain", [
+    ("Ｌｉｍａ", "lima"), ("１，０００", "1000"), ("ﬁsh", "fish"), ("Ⅷ", "viii"), ("Lima\u3000Peru", "lima peru"), ("ｔｈｅ Lima", "lima"),
+    ("\u00c5ngstr\u00f6m", "a\u030angstro\u0308m"), ("\u212bngstr\u00f6m", "\u00e5ngstr\u00f6m"), ("\u210bilbert", "hilbert"), ("ｙｅｓ", "yes")])
+def test_compatibility_forms_are_equal(form, plain):
+    assert exact_match(form, plain) == exact_match(plain, form) == f1_score(form, plain) == 1.0
+    assert normalize_answer(normalize_answer(form)) == normalize_answer(form)
+
+
+def flashrag(prediction, golds):
+    """FlashRAG's normalisation and metrics, step by step."""
+    def normalise(text):
+        text = "".join(c for c in text.lower() if c not in set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    p, golds = normalise(prediction), [normalise(g) for g in golds]
+    out = {"em": float(any(g == p for g in golds)), "f1": 0.0, "acc": float(any(g in p for g in golds)), "precision": 0.0, "recall": 0.0}
+    for g in golds:
+        if p != g and (p in ("yes", "no", "noanswer") or g in ("yes", "no", "noanswer")):
+            continue
+        same = sum((Counter(p.split()) & Counter(g.split())).values())
+        if same:
+            precision, recall = same / len(p.split()), same / len(g.split())
+            found = {"f1": (2 * precision * recall) / (precision + recall), "precision": precision, "recall": recall}
+            out |= {name: max(out[name], value) for name, value in found.items()}
+    return out
+
+
+def test_published_scores_are_flashrags_to_the_last_bit():
+    words = ["the", "a", "yes", "no", "noanswer", "Lima", "New", "York,", "-", "???", "Caf\u00e9", "Cafe\u0301", "Li\u200bma", "ﬁ", "Ｌ"]
+    generator, differ = random.Random(3), 0
+    for _ in range(5_000):
+        prediction, *golds = (" ".join(generator.choices(words, k=generator.randrange(4))) for _ in range(3))
+        expected = flashrag(prediction, golds)
+        assert answer_metrics(prediction, golds, published=True) == expected, (prediction, golds)
+        differ += answer_metrics(prediction, golds) != expected
+    assert differ > 100  # where it is not asked for, the rules above hold
 
 
 def test_a_gold_that_normalises_to_nothing_earns_nothing():
@@ -489,53 +558,53 @@ def test_repeated_pieces_finish(piece):
     exact_match(long, ["7"]), f1_score(long, [long, "7"])
 
 
-# ---------------------------------------------------------------------------------------------- the case list
+# ---------------------------------------------------------------------------------------------- known values
 
 
-def rew_02():
+def test_answer_of_a_whole_completion():
     completion = "<think>x</think><answer> Lima </answer>"
     assert extract_answer(completion) == "Lima" and exact_match(extract_answer(completion), "Lima") == 1.0
 
 
-def rew_04():  # the case writes answer tags; the block of this project's strict format is the rewrite
+def test_two_think_blocks_are_malformed():  # the case writes answer tags; the block of this project's strict format is the rewrite
     assert not parse_response("<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>").well_formed
 
 
-def rew_06():
+def test_line_breaks_inside_and_around_blocks():
     assert parse_response("\n<think>a\n\nb</think>\n<rewrite>c</rewrite>\n").well_formed
 
 
-def rew_08():
+def test_a_rewrite_inside_the_think_block_earns_nothing():
     text = "<think>I must fill <rewrite>draft one</rewrite> later</think>\n<rewrite>final one</rewrite>"
     assert not parse_response(text).well_formed and score_rewrite(text, 1) == -0.1
 
 
-def rew_10():
+def test_an_unclosed_answer_is_none():
     text = "<think>x</think><answer>Lima"
     assert extract_answer(text) is None and not check_search_format(text)
 
 
-def rew_12():
+def test_a_blank_rewrite_is_no_query():
     text = "<think>a</think>\n<rewrite>  </rewrite>"
     parsed = parse_response(text)
     assert not parsed.well_formed and parsed.rewrite is None  # nothing to search with
     assert score_rewrite(text, 3) == -0.1
 
 
-def rew_14():
+def test_the_last_box_counts():
     assert extract_boxed("first \\boxed{1}, better \\boxed{2}") == "2"
 
 
-def rew_18():
+def test_a_box_between_latex_brackets():
     assert extract_boxed("<answer> The final answer is \\[ \\boxed{Lima} \\] </answer>") == "Lima"
 
 
-def rew_20():
+def test_an_empty_box_is_an_empty_answer():
     assert extract_boxed("\\boxed{}") == ""
     assert exact_match("", ["Lima", "0", "no"]) == 0.0
 
 
-def rew_22():
+def test_normalisation_in_pairs():
     pairs = [
         ("The Lima", "lima"),
         ("New York City", "city of New York"),
@@ -550,50 +619,39 @@ def rew_22():
     assert [round(f1_score(*pair), 6) for pair in pairs] == [1.0, 0.857143, 0.8, 1.0, 1.0, 0.0, 1.0, 0.0]
 
 
-def rew_24():
+def test_a_gold_that_is_nothing_beside_a_real_one():
     assert exact_match("Paris", ["Paris", "???"]) == 1.0 and f1_score("Paris", ["Paris", "???"]) == 1.0
 
 
-def rew_26():
+def test_an_empty_prediction_earns_nothing():
     assert exact_match("", ["Paris"]) == 0.0 and f1_score("", ["Paris"]) == 0.0
 
 
-def rew_28():  # tokens are what white space separates
+def test_scripts_without_blanks_need_an_exact_copy():  # tokens are what white space separates
     assert f1_score("東京都港区", "東京都千代田区") == 0.0
     assert f1_score("東京都港区", "東京都港区") == 1.0
 
 
-def rew_30():
+def test_accents_composed_and_decomposed():
     pairs = [("Caf\u00e9", "Cafe\u0301"), ("Cafe\u0301", "Caf\u00e9"), ("Cafe", "Caf\u00e9")]
     assert [exact_match(*pair) for pair in pairs] == [1.0, 1.0, 0.0]
 
 
-def rew_32():  # the ASCII rule
+def test_apostrophes_are_deleted_as_ascii_alone():  # the ASCII rule
     assert [
         exact_match(p, g) for p, g in [("Hawai'i", "Hawaii"), ("Hawai\u2019i", "Hawaii"), ("O'Brien", "OBrien")]
     ] == [1, 0, 1]
 
 
-def rew_34():
+def test_very_long_texts():
     assert exact_match("9" * 6000, "7") == 0.0
     text = "<think>" * 20_000
     assert not parse_response(text).well_formed and not parse_response(text, "paper").well_formed
     assert not check_search_format(text)
 
 
-def rew_36():
+def test_the_format_penalty_replaces_the_rank_reward():
     assert score_rewrite("<think>a</think><rewrite>b", 1) == -0.1
-
-
-CASES = {
-    f"rew-{number:02d}": globals()[f"rew_{number:02d}"]
-    for number in (2, 4, 6, 8, 10, 12, 14, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36)
-}
-
-
-@pytest.mark.parametrize("check", CASES.values(), ids=CASES)
-def test_case(check):
-    check()
 
 
 # ---------------------------------------------------------------------------------------------- copied out alone
