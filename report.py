@@ -74,9 +74,39 @@ TOKENS = ("prompt", "completion", "total")
 def moments(values: Iterable[float]) -> dict[str, float]:
     """{"mean", "stdev"}; zeros for no values."""
     values = list(values)
+    mean = stats.fmean(values) if values else 0.0
+    return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
+
+
+def _spread(classes: dict[str, list[dict]], value: Callable[[dict], float]) -> dict:
+    return {name: moments(map(value, rows)) for name, rows in classes.items()}
+
+
+def _counted(classes: dict[str, list[dict]], value: Callable[[dict], int]) -> dict:
+    counts = {name: Counter(map(value, rows)) for name, rows in classes.items()}
+    texts = {name: {str(k): n for k, n in sorted(c.items())} for name, c in counts.items()}
+    return _spread(classes, value) | {"distribution": texts}
+
+
+def _tokens(classes: dict[str, list[dict]], usage: Callable[[dict], dict | None]) -> dict:
     return {
-        "mean": stats.fmean(values) if values else 0.0,
-        "stdev": stats.stdev(values) if len(values) > 1 else 0.0,
+        kind: _spread(classes, lambda row, key=f"{kind}_tokens": (usage(row) or {}).get(key) or 0)
+        for kind in TOKENS
+    }
+
+
+def _metrics(rows: list[dict], missing: list[str]) -> dict:
+    """Metric → mean, stdev and `ci95`, over the rows and the questions that have none."""
+    zero = dict.fromkeys(ANSWER_METRICS, 0.0)
+    scores = {f"missing {key}": zero for key in missing}
+    owner = {f"missing {key}": key for key in missing}
+    for row in rows:
+        found = {} if row.get("error") else row.get("metric_score") or {}
+        scores[row["rollout_id"]] = {name: float(found.get(name) or 0) for name in ANSWER_METRICS}
+        owner[row["rollout_id"]] = trajectories.question_key(row)
+    interval = bootstrap_interval(scores, owner)
+    return {
+        name: moments(s[name] for s in scores.values()) | {"ci95": interval[name]} for name in zero
     }
 
 
@@ -94,68 +124,35 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
     well_formed, gold_recall, all_gold: mean over the rows that have it; null where none has
     status.{all,success,failure}: how the episode ended → count
     """
-    good = [trajectories.succeeded(row, rule) for row in rows]
-    classes = {
-        "all": rows,
-        "success": [row for row, won in zip(rows, good) if won],
-        "failure": [row for row, won in zip(rows, good) if not won],
-    }
-
-    def spread(value: Callable[[dict], float]) -> dict:
-        return {name: moments(map(value, members)) for name, members in classes.items()}
-
-    def counted(value: Callable[[dict], int]) -> dict:
-        counts = {name: Counter(map(value, members)) for name, members in classes.items()}
-        texts = {name: {str(k): n for k, n in sorted(c.items())} for name, c in counts.items()}
-        return spread(value) | {"distribution": texts}
-
-    def tokens(usage: Callable[[dict], dict | None]) -> dict:
-        return {
-            kind: spread(lambda row, key=f"{kind}_tokens": (usage(row) or {}).get(key) or 0)
-            for kind in TOKENS
-        }
-
     missing = list(missing)
-    scores, owner = {}, {}
-    for row in rows:
-        found = {} if row.get("error") else row.get("metric_score") or {}
-        scores[row["rollout_id"]] = {name: float(found.get(name) or 0) for name in ANSWER_METRICS}
-        owner[row["rollout_id"]] = trajectories.question_key(row)
-    for key in missing:
-        scores[f"missing {key}"], owner[f"missing {key}"] = dict.fromkeys(ANSWER_METRICS, 0.0), key
-    interval = bootstrap_interval(scores, owner)
+    good = [row for row in rows if trajectories.succeeded(row, rule)]
+    failed = [row for row in rows if not trajectories.succeeded(row, rule)]
+    classes = {"all": rows, "success": good, "failure": failed}
     thoughts = [message.get("reasoning_content") for row in rows for message in row["messages"]]
     lengths = [len(text) for text in thoughts if isinstance(text, str)]
-    known = {
-        key: [float(row[key]) for row in rows if row.get(key) is not None]
-        for key in ("well_formed", "gold_recall", "all_gold")
-    }
-    return {
-        "total": len(scores),
-        "success_count": sum(good),
-        "failure_count": len(scores) - sum(good),
+    figures = {
+        "total": len(rows) + len(missing),
+        "success_count": len(good),
+        "failure_count": len(failed) + len(missing),
         "success_em": sum(trajectories.succeeded(row, "em") for row in rows),
         "success_f1": sum(trajectories.succeeded(row, "f1") for row in rows),
         "rule": rule,
         "technical_failures": sum(bool(row.get("error")) for row in rows),
         "missing": len(missing),
-        "rounds": counted(trajectories.rounds),
-        "tool_calls": counted(trajectories.tool_calls)
-        | {"total": sum(map(trajectories.tool_calls, rows))},
+        "rounds": _counted(classes, trajectories.rounds),
+        "tool_calls": _counted(classes, trajectories.tool_calls),
         "searches": {"total": sum(row.get("searches") or 0 for row in rows)},
-        "metrics": {
-            name: moments(s[name] for s in scores.values()) | {"ci95": interval[name]}
-            for name in ANSWER_METRICS
-        },
-        "tokens_last_turn": tokens(lambda row: (row.get("response_meta") or {}).get("usage")),
-        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens")),
+        "metrics": _metrics(rows, missing),
+        "tokens_last_turn": _tokens(classes, lambda r: (r.get("response_meta") or {}).get("usage")),
+        "tokens_all_turns": _tokens(classes, lambda row: row.get("all_turns_tokens")),
         "reasoning": moments(lengths) | {"count": len(lengths)},
-        **{key: stats.fmean(values) if values else None for key, values in known.items()},
-        "status": {
-            name: dict(Counter(r["status"] for r in members if r.get("status")).most_common())
-            for name, members in classes.items()
-        },
     }
+    figures["tool_calls"]["total"] = sum(map(trajectories.tool_calls, rows))
+    for key in ("well_formed", "gold_recall", "all_gold"):
+        known = [float(row[key]) for row in rows if row.get(key) is not None]
+        figures[key] = stats.fmean(known) if known else None
+    ends = {name: Counter(r["status"] for r in c if r.get("status")) for name, c in classes.items()}
+    return figures | {"status": {name: dict(count.most_common()) for name, count in ends.items()}}
 
 
 # ------------------------------------------------------------------------------------- tables
