@@ -349,12 +349,15 @@ def _reader_gone() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None) -> None:
+def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None,
+        status_file: str = "") -> None:
     """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
 
     0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or unreadable file;
     130 after Ctrl-C, 143 after SIGTERM, 141 (quietly) when the reader of its output is gone; anything else is a bug
     and shows its traceback (1).
+    `status_file`: a file of this name in the folder `out` tells status and reason of a run that ended otherwise than
+    well: torchrun's own status is 1 whatever happened.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):

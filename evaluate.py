@@ -21,20 +21,30 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from config import (
+    ConfigError,
     at_least,
     build,
     check_ranges,
-    ConfigError,
-    run as run_entry,
     save_config,
     to_dict,
 )
-from data import _text, DataError, read_jsonl, read_questions, read_turns, Turn, with_gold
+from config import (
+    run as run_entry,
+)
+from data import DataError, Turn, _text, read_jsonl, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
 from scoring import answers, breakdown, ranking
-from scoring.plots import cell, group_chart, group_table, markdown_table, NAMES, tables
+from scoring.plots import NAMES, cell, group_chart, group_table, markdown_table, tables
 from scoring.ranking import (  # noqa: F401  the first four are public names of this module
-    evaluate_run, read_qrels, read_run, write_run, DEPTH, METRICS, Qrels, Run, Scores
+    DEPTH,
+    METRICS,
+    Qrels,
+    Run,
+    Scores,
+    evaluate_run,
+    read_qrels,
+    read_run,
+    write_run,
 )  # fmt: skip
 from search.passages import RetrieverConfig
 

@@ -26,7 +26,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Callable, Iterable, Literal
 
-from config import at_least, check_ranges, ConfigError, run as run_entry
+from config import ConfigError, at_least, check_ranges
+from config import run as run_entry
 from data import DataError, read_jsonl, read_lines, read_questions
 from episodes import trajectories
 from reward import ANSWER_METRICS

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data import DataError, Question, read_jsonl
-from reward import all_gold, ANSWER_METRICS, answer_metrics, gold_recall
+from reward import ANSWER_METRICS, all_gold, answer_metrics, gold_recall
 from runs import atomic_write
 from scoring.ranking import Scores
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data import read_corpus, Turn
+from data import Turn, read_corpus
 
 DEEP = 10  # turns beyond it share one group
 TOPICS = ("first turn", "same topic", "topic switch", "unknown")

@@ -11,16 +11,25 @@ from grpo import GRPOConfig
 from infer import InferConfig
 from report import ReportConfig
 from retriever import RetrieverConfig
-from runs import claim_folder, folder_owner, OWN_KEYS
+from runs import OWN_KEYS, claim_folder, folder_owner
 from serve import ServeConfig
 from sft import SFTConfig
 
-CONFIGS = {"grpo.py": GRPOConfig, "sft.py": SFTConfig, "retriever.py": RetrieverConfig, "evaluate.py": EvaluateConfig}
+CONFIGS = {
+    "grpo.py": GRPOConfig,
+    "sft.py": SFTConfig,
+    "retriever.py": RetrieverConfig,
+    "evaluate.py": EvaluateConfig,
+}
 
 
 def test_a_key_names_one_tool_alone():
     for tool, key in OWN_KEYS.items():
-        has = [c for c in (*CONFIGS.values(), InferConfig, ReportConfig, ServeConfig) if key in {f.name for f in dataclasses.fields(c)}]
+        has = [
+            c
+            for c in (*CONFIGS.values(), InferConfig, ReportConfig, ServeConfig)
+            if key in {f.name for f in dataclasses.fields(c)}
+        ]
         assert has == [CONFIGS[tool]]
 
 
@@ -38,17 +47,25 @@ def test_a_folder_belongs_to_the_tool_that_made_it(tmp_path, tool):
         if other == tool:
             claim_folder(folder, other)
         else:
-            with pytest.raises(ConfigError, match=f"out={folder} was made by {tool}.*give {other} another one"):
+            with pytest.raises(
+                ConfigError, match=f"out={folder} was made by {tool}.*give {other} another one"
+            ):
                 claim_folder(folder, other)
 
 
 def test_indexes_data_folders_and_files(tmp_path):
     os.makedirs(tmp_path / "index/dense")
-    (tmp_path / "index/dense/meta.json").write_text("{}")  # a build that was killed has no config.yaml yet
+    (tmp_path / "index/dense/meta.json").write_text(
+        "{}"
+    )  # a build that was killed has no config.yaml yet
     os.makedirs(tmp_path / "data")
     (tmp_path / "data/made.json").write_text("{}")
     (tmp_path / "file").write_text("")
-    for name, message in (("index", "made by retriever.py"), ("data", "made by prepare.py"), ("file", "is a file; name a folder")):
+    for name, message in (
+        ("index", "made by retriever.py"),
+        ("data", "made by prepare.py"),
+        ("file", "is a file; name a folder"),
+    ):
         with pytest.raises(ConfigError, match=message):
             claim_folder(str(tmp_path / name), "grpo.py")
     claim_folder(str(tmp_path / "index"), "retriever.py")
