@@ -312,7 +312,9 @@ def save_config(cfg: Any, path: str) -> None:
 
 def help_text(cls: type) -> str:
     """Usage and one line a knob: `key: type = default   meaning`."""
-    first = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n")[0]
+    entry = sys.modules["__main__"]  # the tool, which may have its configuration from another file
+    module = entry if getattr(entry, cls.__name__, None) is cls else sys.modules[cls.__module__]
+    first = (inspect.getdoc(module) or "").split("\n")[0]
     lines = [first, "", f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]", ""]
 
     def walk(c: type, prefix: str) -> None:
