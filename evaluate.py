@@ -146,7 +146,7 @@ def check(cfg: EvaluateConfig) -> None:
         raise ConfigError("cluster=conversation needs turns=FILE, which says what belongs together")
 
 
-# ------------------------------------------------------------------------------------- search
+# ------------------------------------------------------------------------------------------- search
 
 
 def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str, str]]:
@@ -234,7 +234,7 @@ def _search_all(
         systems[title] = System(run, status.get(title, {}), True, row=row)
 
 
-# ------------------------------------------------------------------------------ scored systems
+# ----------------------------------------------------------------------------------- scored systems
 
 
 @dataclass
@@ -433,7 +433,7 @@ def _write(cfg: EvaluateConfig, texts: dict[str, str], result: dict) -> None:
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
 
 
-# ---------------------------------------------------------------------------- cross evaluation
+# --------------------------------------------------------------------------------- cross evaluation
 
 
 def cross(cfg: EvaluateConfig) -> dict:

@@ -66,7 +66,7 @@ class ReportConfig:
     """forms in which the kept rows are written too: OpenAI's messages, ms-swift's"""
 
 
-# --------------------------------------------------------------------------------- statistics
+# --------------------------------------------------------------------------------------- statistics
 
 CLASSES = ("all", "success", "failure")
 TOKENS = ("prompt", "completion", "total")
@@ -156,7 +156,7 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
     return figures | {"status": {name: dict(count.most_common()) for name, count in ends.items()}}
 
 
-# ------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 Table = tuple[str, list[str], list[list[str]]]  # title, heads of the columns, rows
 
@@ -245,7 +245,7 @@ def distribution_chart(title: str, part: dict) -> str:
     return chart(title, series, values, 560, 300)
 
 
-# --------------------------------------------------------------------- a file of trajectories
+# --------------------------------------------------------------------------- a file of trajectories
 
 FIELDS = {
     "metric_score": dict,
@@ -343,7 +343,7 @@ def report_trajectories(cfg: ReportConfig) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------- a run's page
+# ------------------------------------------------------------------------------------- a run's page
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
 figure{display:inline-block;margin:0 1rem 1rem 0}td,th{padding:.15rem .7rem;text-align:left}
@@ -413,7 +413,7 @@ def run_page(folder: str, title: str = "") -> str:
     return page
 
 
-# -------------------------------------------------------------------------------- entry point
+# -------------------------------------------------------------------------------------- entry point
 
 
 def check(cfg: ReportConfig) -> None:

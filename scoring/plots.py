@@ -103,7 +103,7 @@ def chart(
     return "\n".join([*parts, "</svg>"])
 
 
-# ---------------------------------------------------------------------- tables of systems
+# -------------------------------------------------------------------------------- tables of systems
 
 # the columns of every table, in this order; all in percent but the last
 NAMES = {

@@ -33,7 +33,7 @@ Scores = dict[str, dict[str, float]]  # query id → metric → value
 METRICS = ("mrr", "mrr@3", "ndcg@3", "recall@5", "recall@10", "recall@20", "recall@100")
 DEPTH = 100  # results of a query that count
 
-# ------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def _columns(path: str, names: str) -> Iterator[tuple[str, list[str]]]:
@@ -175,7 +175,7 @@ def write_qrels(path: str, qrels: Qrels) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
@@ -267,7 +267,7 @@ def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, fl
     return means | {"queries": len(kept)}
 
 
-# ----------------------------------------------------------------------------- intervals and tests
+# ------------------------------------------------------------------------------ intervals and tests
 
 
 def matrix(scores: Scores) -> tuple[list[str], np.ndarray]:

@@ -1,4 +1,5 @@
-"""Answers: the five scores against slow loops and hand values, gold passages of an episode, answer files, FlashRAG's."""
+"""Answers: the five scores against slow loops and hand values, gold passages of an episode, answer
+files, FlashRAG's."""
 
 import json
 import os
@@ -44,7 +45,7 @@ def put(path, rows):
     return str(path)
 
 
-# ------------------------------------------------------------------------------------------------------------- formulas
+# ----------------------------------------------------------------------------------------- formulas
 
 
 def plain(text, dropped=("a", "an", "the")):
@@ -200,7 +201,7 @@ def test_gold_passages_of_an_episode():
         gold_recall("abc", ["a"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 QUESTIONS = [
     {"id": f"q{i}", "question": f"question {i}?", "golden_answers": golds}
@@ -391,7 +392,8 @@ def test_no_such_sample_is_an_error(tmp_path):
 
 
 def test_each_group_has_its_own_denominator(tmp_path):
-    """Missing and failed questions stay in the mean of the answers; searches are over episodes, golds over judged."""
+    """Missing and failed questions stay in the mean of the answers; searches are over episodes,
+    golds over judged."""
     predictions = read_predictions(put(tmp_path / "t.jsonl", TRAJECTORIES))
     questions = read_questions(put(tmp_path / "q.jsonl", QUESTIONS))
     groups = score_predictions(predictions, questions, GOLDS)
@@ -519,7 +521,8 @@ INTERMEDIATE_DATA = r"""[
 
 
 def test_flashrag_files_are_those_that_flashrag_writes(tmp_path):
-    """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these rows and outputs."""
+    """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these
+    rows and outputs."""
     path = put(tmp_path / "q.jsonl", FLASHRAG_ROWS)
     write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS)
     assert (tmp_path / "metric_score.txt").read_bytes() == METRIC_SCORE.encode()
@@ -529,7 +532,7 @@ def test_flashrag_files_are_those_that_flashrag_writes(tmp_path):
     )  # and it can be scored again
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------ command
 
 
 @pytest.fixture
@@ -653,7 +656,8 @@ def test_retrieved_passages_of_another_corpus_are_told(files, capsys):
 
 
 def test_flashrag_files_hold_flashrags_scores(files):
-    """Where ours differ (an accent in two marks), the tables have ours and FlashRAG's files have theirs."""
+    """Where ours differ (an accent in two marks), the tables have ours and FlashRAG's files have
+    theirs."""
     put(files / "q.jsonl", [{"id": "q0", "question": "?", "golden_answers": ["Caf\u00e9"]}])
     put(files / "p.jsonl", [{"id": "q0", "prediction": "Cafe\u0301"}])
     line = evaluate.main(
@@ -734,7 +738,8 @@ def test_rows_of_episodes_are_read(tmp_path):
 
 
 def test_means_are_weighted_by_items():
-    """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the shards' means."""
+    """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the
+    shards' means."""
     questions = [Question(f"q{i}", "?", ["Lima"]) for i in range(4)]
     predictions = {f"q{i}": Prediction("Lima" if i < 3 else "Rome") for i in range(4)}
     scores = score_predictions(predictions, questions, {})["answers"]

@@ -1,4 +1,5 @@
-"""report.py: the statistics against slow counting, filters and exports, the page of a run, bad input."""
+"""report.py: the statistics against slow counting, filters and exports, the page of a run, bad
+input."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def many(count=60, seed=0):
-    """Random rows, several a question, some failed for a technical reason, some without reasoning."""
+    """Random rows, several a question, some failed for a technical reason, some without
+    reasoning."""
     rng = random.Random(seed)
     rows = []
     for i in range(count):

@@ -30,7 +30,7 @@ from reward import (
 
 GOOD = "<think>she is Curie</think>\n<rewrite>Where was Marie Curie born?</rewrite>"
 
-# ---------------------------------------------------------------------------------------------- strict parser
+# ------------------------------------------------------------------------------------ strict parser
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def tag_soup(count):
         yield "".join(parts)
 
 
-# ---------------------------------------------------------------------------------------------- the paper's parser
+# ------------------------------------------------------------------------------- the paper's parser
 
 # The table of what the original accepts and what it sends to the retriever.
 PAPER = {
@@ -213,7 +213,7 @@ def test_unknown_parser():
         parse_response(GOOD, parser="loose")
 
 
-# ---------------------------------------------------------------------------------------------- rank rewards
+# ------------------------------------------------------------------------------------- rank rewards
 
 RANK_TABLE = {
     1: 2.0,
@@ -317,62 +317,7 @@ def test_malformed_reward_is_a_parameter_and_ignores_the_rank():
         score_rewrite(GOOD, 1, reward="mrr")
 
 
-# ---------------------------------------------------------------------------------------------- answers
-
-
-def squad_normalize(text):
-    """The published scorer, step by step, for ASCII text."""
-    text = "".join(c for c in text.lower() if c not in set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) or " ".join(
-        text.split()
-    )  # articles alone stay
-
-
-def slow_f1(prediction, golds):
-    best = 0.0
-    for gold in golds:
-        p, g = squad_normalize(prediction), squad_normalize(gold)
-        if p != g and (p in ("yes", "no", "noanswer") or g in ("yes", "no", "noanswer")):
-            continue
-        left, common = g.split(), 0
-        for word in p.split():
-            if word in left:
-                left.remove(word)
-                common += 1
-        if common:
-            precision, recall = common / len(p.split()), common / len(g.split())
-            best = max(best, 2 * precision * recall / (precision + recall))
-    return best
-
-
-def test_f1_and_em_equal_the_slow_scorer():
-    words = [
-        "the",
-        "a",
-        "An",
-        "yes",
-        "no",
-        "noanswer",
-        "Lima",
-        "lima.",
-        "New",
-        "York",
-        "York,",
-        "U.S.A.",
-        "-",
-        "x-y",
-        "a-the",
-    ]
-    generator = random.Random(1)
-    for _ in range(2_000):
-        prediction, *golds = (
-            " ".join(generator.choices(words, k=generator.randrange(5))) for _ in range(4)
-        )
-        assert f1_score(prediction, golds) == pytest.approx(slow_f1(prediction, golds), abs=1e-12)
-        expected = any(squad_normalize(prediction) == squad_normalize(g) != "" for g in golds)
-        assert exact_match(prediction, golds) == expected
-        assert exact_match(prediction, golds) <= f1_score(prediction, golds)
-        assert normalize_answer(normalize_answer(prediction)) == normalize_answer(prediction)
+# ------------------------------------------------------------------------------------------ answers
 
 
 @pytest.mark.parametrize(
@@ -522,7 +467,8 @@ def test_a_gold_that_normalises_to_nothing_earns_nothing():
 
 
 def test_a_gold_of_articles_alone_is_matched_by_just_these():
-    """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything earn it."""
+    """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything
+    earn it."""
     assert list(answer_metrics("a.", ["A"]).values()) == [1.0] * 5
     for prediction in ("", None, "B", "cat", "a cat", "???", "the"):
         assert list(answer_metrics(prediction, ["A"]).values()) == [0.0] * 5, prediction
@@ -591,7 +537,7 @@ def test_extract_boxed_equals_counting_braces():
         assert extract_boxed(text) == expected, text
 
 
-# ---------------------------------------------------------------------------------------------- search format
+# ------------------------------------------------------------------------------------ search format
 
 SEARCH = "<think>x</think> <search>q</search> <result>\ndoc\n</result>"
 ANSWER = r" <think>y</think> <answer>It is \[ \boxed{Lima} \]</answer>"
@@ -652,7 +598,7 @@ def test_an_invented_result_shows_in_the_count():
     assert check_search_format(ANSWER, results=0)
 
 
-# ---------------------------------------------------------------------------------------------- hostile input
+# ------------------------------------------------------------------------------------ hostile input
 
 
 @pytest.mark.parametrize(
@@ -695,7 +641,7 @@ def test_repeated_pieces_finish(piece):
     exact_match(long, ["7"]), f1_score(long, [long, "7"])
 
 
-# ---------------------------------------------------------------------------------------------- known values
+# ------------------------------------------------------------------------------------- known values
 
 
 def test_answer_of_a_whole_completion():
@@ -706,7 +652,7 @@ def test_answer_of_a_whole_completion():
     )
 
 
-def test_two_think_blocks_are_malformed():  # the case writes answer tags; the block of this project's strict format is the rewrite
+def test_two_think_blocks_are_malformed():
     assert not parse_response(
         "<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>"
     ).well_formed
@@ -717,7 +663,7 @@ def test_line_breaks_inside_and_around_blocks():
 
 
 def test_a_rewrite_inside_the_think_block_earns_nothing():
-    text = "<think>I must fill <rewrite>draft one</rewrite> later</think>\n<rewrite>final one</rewrite>"
+    text = "<think>I fill <rewrite>draft</rewrite> later</think>\n<rewrite>final one</rewrite>"
     assert not parse_response(text).well_formed and score_rewrite(text, 1) == -0.1
 
 
@@ -808,7 +754,7 @@ def test_the_format_penalty_replaces_the_rank_reward():
     assert score_rewrite("<think>a</think><rewrite>b", 1) == -0.1
 
 
-# ---------------------------------------------------------------------------------------------- copied out alone
+# --------------------------------------------------------------------------------- copied out alone
 
 
 def test_runs_alone_on_the_bare_standard_library(tmp_path):
