@@ -13,6 +13,7 @@ COLOURS = ("#1b6ca8", "#c8553d", "#3c8d5a", "#8a5aa8", "#b08a1e", "#4a4a4a", "#d
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---")
 
@@ -34,9 +35,8 @@ class _Frame:
         self.ticks, self.low, self.high = ticks(min(ys), max(ys)), min(xs), max(xs)
 
     def x(self, value: float) -> float:
-        return self.left + (self.right - self.left) * (value - self.low) / (
-            self.high - self.low or 1
-        )
+        share = (value - self.low) / (self.high - self.low or 1)
+        return self.left + (self.right - self.left) * share
 
     def y(self, value: float) -> float:
         first, last = self.ticks[0], self.ticks[-1]
@@ -86,7 +86,7 @@ def chart(
         parts.append(_text(frame.right, frame.bottom + 18, f"step {frame.high:g}", "end"))
     for n, (name, line) in enumerate(series.items()):
         colour = COLOURS[n % len(COLOURS)]
-        shift = (n - (len(series) - 1) / 2) * min(8, 200 / (len(xs) * len(series))) if labels else 0
+        shift = 8 * (n - (len(series) - 1) / 2) if labels else 0  # intervals side by side
         places = [(frame.x(x) + shift, frame.y(y), interval) for x, y, interval in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         parts.append(f'<polyline fill="none" stroke="{colour}" points="{path}"/>')
