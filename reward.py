@@ -25,8 +25,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 # ---------------------------------------------------------------------------------------- responses
 

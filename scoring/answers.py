@@ -39,7 +39,7 @@ class Prediction:
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
     """Question id → prediction, from JSONL, or from FlashRAG's intermediate_data.json.
 
-    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`, else 0.
+    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`.
     DataError: no prediction, a wrong type, a question answered twice.
     """
     if path.endswith(".json"):
