@@ -20,31 +20,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from config import (
-    ConfigError,
-    at_least,
-    build,
-    check_ranges,
-    save_config,
-    to_dict,
-)
-from config import (
-    run as run_entry,
-)
+from config import ConfigError, at_least, build, check_ranges, save_config, to_dict
+from config import run as run_entry
 from data import DataError, Turn, _text, read_jsonl, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
-from scoring import answers, breakdown, ranking
+from scoring import answers, breakdown
 from scoring.plots import NAMES, cell, group_chart, group_table, markdown_table, tables
-from scoring.ranking import (  # noqa: F401  the first four are public names of this module
-    DEPTH,
-    METRICS,
-    Qrels,
-    Run,
-    Scores,
-    evaluate_run,
-    read_qrels,
-    read_run,
-    write_run,
+from scoring.ranking import (  # noqa: F401  also names of this module
+    DEPTH, METRICS, PRINTED, Qrels, Run, Scores, all_gold_scores, best_passages,
+    bootstrap_interval, check_judgments, evaluate_run, matrix, paired_test, paper_protocol,
+    rank_results, read_qrels, read_run, score_run, write_qrels, write_run
 )  # fmt: skip
 from search.passages import RetrieverConfig
 
@@ -224,7 +209,7 @@ def _search_all(
         with_gold(judged, retriever.passage_ids, cfg.turns)
     elif not cfg.documents:
         own = {turn.query_id: qrels[turn.query_id] for turn in judged}
-        ranking.check_judgments(own, retriever.passage_ids, cfg.qrels, "the index")
+        check_judgments(own, retriever.passage_ids, cfg.qrels, "the index")
     for title, texts in queries.items():
         before = getattr(retriever, "cut_queries", None)
         run = search(retriever, judged, texts, cfg.k)
@@ -264,7 +249,7 @@ def compare(
         row = rows[title] = system.row | {"ci": {}}
         for scores in filter(None, system.scores):
             row |= _means(scores)
-            row["ci"] |= ranking.bootstrap_interval(scores, clusters, cfg.samples, cfg.seed)
+            row["ci"] |= bootstrap_interval(scores, clusters, cfg.samples, cfg.seed)
         for key, other in (("paired", 0), ("paired_before", number - 1)):
             if number > (key == "paired_before"):
                 row[key] = _paired(system, systems[names[other]], clusters, cfg)
@@ -279,12 +264,12 @@ def compare(
 
 
 def _means(scores: Scores) -> dict[str, float]:
-    names, values = ranking.matrix(scores)
+    names, values = matrix(scores)
     return dict(zip(names, values.mean(axis=0).tolist()))
 
 
 def _group(scores: Scores, clusters: dict[str, str], cfg: EvaluateConfig) -> dict:
-    ci = ranking.bootstrap_interval(scores, clusters, min(cfg.samples, 2000), cfg.seed)
+    ci = bootstrap_interval(scores, clusters, min(cfg.samples, 2000), cfg.seed)
     return _means(scores) | {"queries": len(scores), "ci": ci}
 
 
@@ -296,7 +281,7 @@ def _paired(one: System, other: System, clusters: dict[str, str], cfg: EvaluateC
         if both:
             names = [name for name in scores[both[0]] if name in baseline[both[0]]]
             pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
-            out |= ranking.paired_test(*pair, clusters, cfg.samples, cfg.seed)
+            out |= paired_test(*pair, clusters, cfg.samples, cfg.seed)
     return out
 
 
@@ -334,7 +319,7 @@ def score(cfg: EvaluateConfig) -> dict:
 def _score_run(cfg: EvaluateConfig, title: str, system: System, qrels: Qrels) -> None:
     """Fill in the scores and counts of a run."""
     if cfg.documents:
-        system.found = ranking.best_passages(system.found)
+        system.found = best_passages(system.found)
     run = system.found
     if cfg.documents or not system.searched:
         passages = {passage for results in run.values() for passage, _ in results}
@@ -345,17 +330,17 @@ def _score_run(cfg: EvaluateConfig, title: str, system: System, qrels: Qrels) ->
                 f"{min(passages)!r} and {min(judged)!r}); use the judgments of the same corpus"
             )
     said = {query: word for query, word in system.status.items() if query in qrels}
-    system.scores = [ranking.score_run(run, qrels, cfg.relevant_from)]
+    system.scores = [score_run(run, qrels, cfg.relevant_from)]
     missing = sum(not run.get(query) for query in qrels)
     extra = len((system.status or run).keys() - qrels.keys())
     system.row = {"queries": len(qrels), "missing": missing, "extra": extra} | system.row
     if said:
         system.row["status"] = dict(Counter(said.values()))
     if cfg.questions:
-        system.scores.append(ranking.all_gold_scores(run, qrels))
+        system.scores.append(all_gold_scores(run, qrels))
     else:
         unparsed = {query for query, word in said.items() if word not in ("ok", "unknown")}
-        system.row["paper"] = ranking.paper_protocol(system.scores[0], run, unparsed)
+        system.row["paper"] = paper_protocol(system.scores[0], run, unparsed)
 
 
 def score_answers(cfg: EvaluateConfig) -> dict:
@@ -483,7 +468,7 @@ def cross(cfg: EvaluateConfig) -> dict:
     _write(cfg, {"table.md": table}, {"cells": cells})
     return {
         title: {
-            system: {m: round(row[m], 4) for m in ranking.PRINTED} | {"queries": row["queries"]}
+            system: {m: round(row[m], 4) for m in PRINTED} | {"queries": row["queries"]}
             for system, row in systems.items()
         }
         for title, systems in cells.items()
