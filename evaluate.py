@@ -27,10 +27,27 @@ from runs import atomic_write, claim_folder
 from scoring import answers, breakdown
 from scoring.plots import NAMES, cell, group_chart, group_table, markdown_table, tables
 from scoring.ranking import (  # noqa: F401  also names of this module
-    DEPTH, METRICS, PRINTED, Qrels, Run, Scores, all_gold_scores, best_passages,
-    bootstrap_interval, check_judgments, evaluate_run, matrix, paired_test, paper_protocol,
-    rank_results, read_qrels, read_run, score_run, write_qrels, write_run
-)  # fmt: skip
+    DEPTH,
+    METRICS,
+    PRINTED,
+    Qrels,
+    Run,
+    Scores,
+    all_gold_scores,
+    best_passages,
+    bootstrap_interval,
+    check_judgments,
+    evaluate_run,
+    matrix,
+    paired_test,
+    paper_protocol,
+    rank_results,
+    read_qrels,
+    read_run,
+    score_run,
+    write_qrels,
+    write_run,
+)
 from search.passages import RetrieverConfig
 
 
