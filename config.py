@@ -14,6 +14,7 @@ An unknown key is an error that names the nearest right one; a value of the wron
 and type.  What an unquoted scalar means is decided by the field it is for: `007` is a text in a str field and 7 in an
 int field, `1e-5` is a float; a quoted one is always a text, and nothing else is converted.
 A dataclass inside a dataclass is set by dotted keys (`retriever.k1=0.82`).  Standard library and PyYAML only.
+The numbers a field may hold stand in its annotation, `lr: Annotated[float, above(0)] = 1e-6`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ import sys
 import textwrap
 import types
 import typing
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Callable, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, fields, is_dataclass, MISSING
+from typing import Annotated, Any, Callable, get_args, get_origin, Literal, Union
 
 import yaml
 
@@ -42,6 +43,54 @@ class ConfigError(ValueError):
     """Bad configuration: the message names the key, the value, the rule and the way out."""
 
     exit_status = 2
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that a field may hold: what an `Annotated` type carries."""
+
+    low: float
+    high: float = math.inf
+    open: bool = False  # `low` itself is not allowed
+
+    def __contains__(self, value: float) -> bool:
+        return math.isfinite(value) and (value > self.low if self.open else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"{f'above {self.low}, at most' if self.open else f'from {self.low} to'} {self.high}"
+        return f"{'above' if self.open else 'at least'} {self.low}" if self.low > -math.inf else "finite"
+
+
+def at_least(low: float) -> Range:
+    return Range(low)
+
+
+def above(low: float, at_most: float = math.inf) -> Range:
+    return Range(low, at_most, open=True)
+
+
+def between(low: float, high: float) -> Range:
+    """low ≤ value ≤ high."""
+    return Range(low, high)
+
+
+FINITE = Range(-math.inf)
+
+
+def check_ranges(cfg: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first number of a configuration (nested ones too) outside its field's range.
+
+    null, where the type allows it, is in every range.
+    """
+    hints = typing.get_type_hints(type(cfg), include_extras=True)
+    for f in fields(cfg):
+        value, hint = getattr(cfg, f.name), hints[f.name]
+        if is_dataclass(value):
+            check_ranges(value, f"{prefix}{f.name}.")
+        elif get_origin(hint) is Annotated and value is not None and value not in hint.__metadata__[0]:
+            null = ", or null" if type(None) in get_args(hint.__origin__) else ""
+            raise ConfigError(f"{prefix}{f.name}={value} must be {hint.__metadata__[0]}{null}")
 
 
 class Plain(str):
@@ -93,6 +142,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def type_name(tp: Any) -> str:
     """A type as a person would write it: `int`, `str or null`, `one of strict, paper`."""
     origin, args = get_origin(tp), get_args(tp)
+    if origin is Annotated:
+        return f"{type_name(args[0])}, {args[1]}"
     if origin in (Union, types.UnionType):
         return " or ".join("null" if a is type(None) else type_name(a) for a in args)
     if origin is Literal:
@@ -213,7 +264,7 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
     """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of `argv` (or sys.argv).
 
     `--help` prints every knob with its meaning and default, and leaves with status 0.
-    Raises ConfigError (exit status 2) for an unknown key, a wrong type or an unreadable file.
+    Raises ConfigError (exit status 2) for an unknown key, a wrong type, a number out of its range, an unreadable file.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     values: dict = {}
@@ -235,7 +286,9 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
         for part in reversed(key.split(".")):
             value = {part: value}
         overrides = merge(overrides, value)
-    return build(cls, merge(values, overrides))
+    cfg = build(cls, merge(values, overrides))
+    check_ranges(cfg)
+    return cfg
 
 
 def to_dict(cfg: Any) -> dict:
@@ -262,7 +315,7 @@ def help_text(cls: type) -> str:
     lines = [first, "", f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]", ""]
 
     def walk(c: type, prefix: str) -> None:
-        docs, hints = field_docs(c), typing.get_type_hints(c)
+        docs, hints = field_docs(c), typing.get_type_hints(c, include_extras=True)
         for f in fields(c):
             if not f.init:
                 continue

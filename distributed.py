@@ -31,10 +31,11 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn, Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, fully_shard,
+                                    MixedPrecisionPolicy, OffloadPolicy,
                                     register_fsdp_forward_method)
 from torch.distributed.tensor import DTensor
 

@@ -20,16 +20,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import answers
-import breakdown
-from config import ConfigError, save_config
-from config import run as run_entry
-from data import DataError, Turn, atomic_write, read_jsonl, read_questions, read_turns, with_gold
-from measures import (DEPTH, METRICS, PRINTED, Qrels, Run, Scores, best_passages, bootstrap_interval,  # noqa: F401
-                      evaluate_run, matrix, paired_test, paper_protocol, rank_results, read_qrels, read_run, score_run,
-                      write_qrels, write_run)
-from retriever import RetrieverConfig, open_retriever
+from config import ConfigError, run as run_entry, save_config
+from data import DataError, read_jsonl, read_questions, read_turns, Turn, with_gold
+from retriever import open_retriever, RetrieverConfig
 from reward import all_gold
+from runs import atomic_write
+from scoring import answers
+from scoring import breakdown
+from scoring.ranking import (  # noqa: F401  some are this module's names, too
+                             best_passages, bootstrap_interval, DEPTH, evaluate_run, matrix,
+                             METRICS, paired_test, paper_protocol, PRINTED, Qrels, rank_results,
+                             read_qrels, read_run, Run, score_run, Scores, write_qrels, write_run)
 
 
 def _gold(turns: list[Turn]) -> Qrels:

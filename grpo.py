@@ -36,7 +36,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -44,17 +44,24 @@ from torch import Tensor
 
 import config
 import data
-import distributed as D
-import infer
-import model as M
+import distributed
 import report
-from episode import (AgentTask, Episode, EpisodeConfig, SearchTask, answer_means, check_episode, episode_figures,
-                     episode_reward, note_task, open_task, run_episodes)
-from evaluate import evaluate_run, read_qrels
-from retriever import RetrieverConfig, open_retriever
-from reward import Parsed, parse_response, score_rewrite
-from rollout import (EngineConfig, Rollout, RolloutBatch, Sampling, TorchEngine, check_engine, check_engine_gap,
-                     collate_rollouts, open_engine)
+from batching import MicroBatch, plan_updates, share_rollouts
+from engines.base import EngineConfig, Rollout, Sampling
+from engines.torch_engine import TorchEngine
+from episodes.episode import (AgentTask, answer_means, check_episode, Episode, episode_figures,
+                              episode_reward, EpisodeConfig, note_task, open_task, run_episodes,
+                              SearchTask)
+from lora import adapter_base, LoRAConfig, starting_weights
+from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer
+from packing import packed_logprobs
+from prompts import decode_response, encode_chat, eos_token_ids, pad_token_id, rewrite_prompt
+from retriever import open_retriever, retriever_settings, RetrieverConfig
+from reward import parse_response, Parsed, score_rewrite
+from rollout import check_engine, check_engine_gap, collate_rollouts, open_engine
+from runs import (append_metrics, begin_metrics, changed_setting, item_id, named, only_writer,
+                  write_jsonl)
+from scoring.ranking import evaluate_run, read_qrels
 
 # ============================================ the mathematics: from here to the configuration this block copies out;
 # it needs `import math`, `import torch` and `from torch import Tensor`.
@@ -221,7 +228,7 @@ class GRPOConfig:
     forward and backward pass"""
     cpu_offload: Literal["none", "reference", "all"] = "none"
     """what rests in host memory between uses: the reference, or with all also weights, gradients and AdamW's moments"""
-    lora: M.LoRAConfig = field(default_factory=M.LoRAConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     """train an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """what samples the responses"""
@@ -328,7 +335,7 @@ def score_rollouts(rollouts: list[Rollout], turns: list[data.Turn], retriever, t
 
     Malformed responses are not searched, equal queries of one turn are searched once; every rollout has its own rank.
     """
-    texts = [data.decode_response(tokenizer, r.response_ids) for r in rollouts]
+    texts = [decode_response(tokenizer, r.response_ids) for r in rollouts]
     parsed = [parse_response(t, cfg.parser) for t in texts]
     wanted: dict[tuple[int, str], int | None] = {}
     for r, p in zip(rollouts, parsed):
@@ -360,77 +367,13 @@ def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
     return score_rollouts(rollouts, items, run.retriever, run.tokenizer, run.cfg)
 
 
-@dataclass
-class MicroBatch:
-    """What one forward and backward pass takes, on the device: b sequences of T positions."""
-
-    rows: list[int]  # which of the batch they are; none where this rank only keeps the others company
-    part: RolloutBatch  # (b, …)
-    packed: M.Packed  # the same tokens, laid out
-    ref_logprobs: Tensor | None = None  # (b, T) of the reference
-    old_logprobs: Tensor | None = None  # (b, T) of the policy that sampled; None where that is the policy as it stands
-
-
-def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """`rows` cut into pieces of at most `budget` tokens (at least one sequence each), counted as they are laid out.
-
-    Groups stay together where they fit, so that their prompt is computed once; pieces are filled with the longest
-    groups first, each where there is room.
-    """
-    lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
-    groups: dict[int, list[int]] = {}
-    for row, group in zip(rows, batch.group_ids[rows].tolist()):
-        groups.setdefault(group, []).append(row)
-    tokens = batch.tokens.numpy()
-    common = M.common_beginning([tokens[g[0], :prompts[g[0]]] for g in groups.values()]) if groups else 0
-    whole: list[tuple[int, list[int]]] = []  # tokens beside the common beginning, rows of one group
-    for members in groups.values():
-        for row in members:
-            own = lengths[row] - 1 - prompts[row]
-            if row == members[0] or common + whole[-1][0] + own > budget:
-                whole.append((prompts[row] - common, []))
-            whole[-1] = whole[-1][0] + own, whole[-1][1] + [row]
-    pieces: list[tuple[int, list[int]]] = []
-    for size, members in sorted(whole, key=lambda w: -w[0]):
-        at = next((i for i, (used, _) in enumerate(pieces) if used + size <= budget), None)
-        if at is None:
-            pieces.append((common, []))
-            at = len(pieces) - 1
-        pieces[at] = pieces[at][0] + size, pieces[at][1] + members
-    return [members for _, members in pieces]
-
-
-@M.one_thread()
-def plan_updates(policy, batch: RolloutBatch, cfg: GRPOConfig, where: D.Dist) -> list[list[MicroBatch]]:
-    """The batch (on the CPU) as `updates_per_batch` optimizer steps of micro-batches, as many on every rank.
-
-    Everyone joins every collective: with a sequence that trains nothing where there is nothing else to do.
-    """
-    plans = []
-    for share in torch.arange(len(batch)).tensor_split(cfg.updates_per_batch):
-        pieces = micro_batch_rows(batch, share.tolist(), cfg.micro_batch_tokens)
-        pieces += [[]] * (max(1, *D.gather_objects(len(pieces))) - len(pieces))
-        plan = []
-        for rows in pieces:
-            part = batch.select(torch.tensor(rows or [0]))
-            if not rows:
-                part = replace(part, tokens=part.tokens[:, :2], attention_mask=part.attention_mask[:, :2],
-                               loss_mask=torch.zeros(1, 1), logprobs=torch.zeros(1, 1),
-                               prompt_lengths=torch.ones(1, dtype=torch.int64))
-            packed = M.pack(policy, part.tokens, part.attention_mask, part.loss_mask,
-                            (part.prompt_lengths, part.group_ids))
-            plan.append(MicroBatch(rows, part.to(where.device), packed))
-        plans.append(plan)
-    return plans
-
-
 @torch.no_grad()
 def add_reference(reference, plans: list[list[MicroBatch]], temperature: float) -> None:
     """Fill in the reference's log-probabilities, in one pass over everything."""
-    with M.starting_weights(reference):  # with LoRA the reference is the policy itself, its adapter off
+    with starting_weights(reference):  # with LoRA the reference is the policy itself, its adapter off
         for micro in (m for plan in plans for m in plan):
-            micro.ref_logprobs = M.packed_logprobs(reference, micro.packed, temperature)
-    D.give_back(reference)
+            micro.ref_logprobs = packed_logprobs(reference, micro.packed, temperature)
+    distributed.give_back(reference)
 
 
 def add_advantages(plans: list[list[MicroBatch]], advantages: list[float | None]) -> None:
@@ -449,9 +392,9 @@ def policy_loss(policy, micro: MicroBatch, cfg: GRPOConfig, denominator: float) 
     trained tokens; and the largest difference to the engine's log-probabilities, ().  Nothing waits for the device."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
-        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
+        logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
     else:
-        logprobs, entropy = M.packed_logprobs(policy, micro.packed, cfg.temperature), None
+        logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature), None
     old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
     per_token, clipped = clipped_policy_loss(logprobs, old, part.advantages, cfg.clip_eps)
     if cfg.importance_cap is not None:
@@ -471,7 +414,7 @@ def policy_loss(policy, micro: MicroBatch, cfg: GRPOConfig, denominator: float) 
         return loss, torch.stack([*summed, loss.double()]), gap.max()
 
 
-def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, where: D.Dist) -> dict[str, float]:
+def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, where: distributed.Dist) -> dict[str, float]:
     """An optimizer step for every plan; returns statistics over plans and ranks.
 
     The policy stays in eval mode: nothing may change of what sampled, dropout least of all.
@@ -479,12 +422,12 @@ def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, wh
     if len(plans) > 1:  # with one update the policy has not moved: the pass would give the update's numbers
         with torch.no_grad():
             for micro in (m for plan in plans for m in plan):
-                micro.old_logprobs = M.packed_logprobs(policy, micro.packed, cfg.temperature)
+                micro.old_logprobs = packed_logprobs(policy, micro.packed, cfg.temperature)
     sums, gap_max = torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(())
     norm, skipped = 0.0, 0
     for plan in plans:
         own = sum(loss_denominator(m.part.loss_mask, cfg.loss_mode, cfg.max_response_tokens) for m in plan)
-        (denominator,) = D.all_reduce_sum([own])
+        (denominator,) = distributed.all_reduce_sum([own])
         measured = []
         for i, micro in enumerate(plan):
             policy.set_requires_gradient_sync(i == len(plan) - 1)
@@ -492,7 +435,7 @@ def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, wh
             loss, *measures = policy_loss(policy, micro, cfg, denominator)
             (loss * where.world).backward()  # FSDP averages over ranks; the loss is a sum
             measured.append(measures)
-        norm = D.clip_grad_norm(policy, cfg.max_grad_norm)
+        norm = distributed.clip_grad_norm(policy, cfg.max_grad_norm)
         if not math.isfinite(norm):
             skipped += 1
         elif denominator:  # something is trained
@@ -500,11 +443,11 @@ def update(policy, optimizer, plans: list[list[MicroBatch]], cfg: GRPOConfig, wh
         optimizer.zero_grad(set_to_none=True)
         sums += sum(s for s, _ in measured).cpu()
         gap_max = torch.maximum(gap_max, torch.stack([g for _, g in measured]).max().cpu())
-    totals = dict(zip(SUMS, D.all_reduce_sum(sums.tolist())))
+    totals = dict(zip(SUMS, distributed.all_reduce_sum(sums.tolist())))
     tokens = max(1.0, totals["tokens"])
     return {"loss": totals["loss"] / len(plans),
             **{key: totals[key] / tokens for key in ("kl", "clipped", "entropy", "engine_gap", "start_gap")},
-            "engine_gap_max": max(D.gather_objects(float(gap_max))), "grad_norm": norm, "skipped": skipped,
+            "engine_gap_max": max(distributed.gather_objects(float(gap_max))), "grad_norm": norm, "skipped": skipped,
             "tokens": int(totals["tokens"])}
 
 
@@ -570,7 +513,7 @@ class Run:
     """What lives as long as the run."""
 
     cfg: GRPOConfig
-    where: D.Dist
+    where: distributed.Dist
     tokenizer: object
     policy: torch.nn.Module
     reference: torch.nn.Module | None  # with LoRA the policy (model.starting_weights)
@@ -601,7 +544,7 @@ def encode_turns(turns: list, encode: Callable, limit: int, name: str) -> tuple[
             kept.append(turn)
             prompts.append(ids)
     if len(kept) < len(turns):
-        D.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} left out: prompt above max_prompt_tokens={limit}")
+        distributed.print0(f"{name}: {len(turns) - len(kept)} of {len(turns)} left out: prompt above max_prompt_tokens={limit}")
     if not kept:
         raise data.DataError(f"{name}: every prompt is longer than max_prompt_tokens={limit}; raise the limit")
     return kept, prompts
@@ -616,12 +559,12 @@ def load_turns(cfg: GRPOConfig, retriever, tokenizer) -> list:
             continue
         turns, dropped = data.with_gold(data.read_turns(path), retriever.passage_ids, path)
         if dropped:
-            D.print0(f"{path}: {dropped} turns without a gold passage left out")
-        out += encode_turns(turns, lambda t: data.encode_chat(tokenizer, data.rewrite_prompt(t)), cfg.max_prompt_tokens,
+            distributed.print0(f"{path}: {dropped} turns without a gold passage left out")
+        out += encode_turns(turns, lambda t: encode_chat(tokenizer, rewrite_prompt(t)), cfg.max_prompt_tokens,
                             path)
     overlap = {t.conversation_id for t in out[0]} & {t.conversation_id for t in out[2]}
     if overlap:
-        D.print0(f"warning: {len(overlap)} conversations are in both train and dev ({sorted(overlap)[0]}, …): "
+        distributed.print0(f"warning: {len(overlap)} conversations are in both train and dev ({sorted(overlap)[0]}, …): "
                  "validation does not show generalisation")
     return out
 
@@ -635,7 +578,7 @@ def load_questions(cfg: GRPOConfig, task: SearchTask | AgentTask) -> tuple[list,
             continue
         out += encode_turns(data.read_questions(path), lambda q: task.prompt(q.question), cfg.max_prompt_tokens, path)
     if overlap := {q.question for q in out[0]} & {q.question for q in out[2]}:
-        D.print0(f"warning: {len(overlap)} questions are in both train and dev ({sorted(overlap)[0]!r}, …): validation "
+        distributed.print0(f"warning: {len(overlap)} questions are in both train and dev ({sorted(overlap)[0]!r}, …): validation "
                  "does not show generalisation")
     golds: dict[str, list[str]] = {}
     for path in cfg.qrels:
@@ -649,10 +592,10 @@ def load_questions(cfg: GRPOConfig, task: SearchTask | AgentTask) -> tuple[list,
     return out, golds
 
 
-def start(cfg: GRPOConfig, where: D.Dist) -> Run:
+def start(cfg: GRPOConfig, where: distributed.Dist) -> Run:
     """Check everything that is cheap to check, then load: tokenizer, retriever, turns, policy, reference, engine."""
     check_config(cfg, where.world)
-    tokenizer = M.load_tokenizer(cfg.model)
+    tokenizer = load_tokenizer(cfg.model)
     retriever, task, golds = None, None, {}
     if cfg.task == "rewrite":
         retriever = open_retriever(cfg.retriever)
@@ -663,28 +606,28 @@ def start(cfg: GRPOConfig, where: D.Dist) -> Run:
     turns, prompts, dev, dev_prompts = loaded
     cuda = where.device.type == "cuda"
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
-    if M.adapter_base(cfg.model) and not cfg.lora.r:
-        D.print0(f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r would go on with it")
-    policy = M.load_causal_lm(cfg.model, dtype if cfg.lora.r else torch.float32, "cpu", cfg.gradient_checkpointing,
+    if adapter_base(cfg.model) and not cfg.lora.r:
+        distributed.print0(f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r would go on with it")
+    policy = load_causal_lm(cfg.model, dtype if cfg.lora.r else torch.float32, "cpu", cfg.gradient_checkpointing,
                               cfg.lora, cfg.seed, keep_start=cfg.kl_coef > 0, compiled=compiled)
-    eos = data.eos_token_ids(tokenizer, policy.generation_config)
-    pad_id = data.pad_token_id(tokenizer, eos, policy.get_input_embeddings().num_embeddings)
+    eos = eos_token_ids(tokenizer, policy.generation_config)
+    pad_id = pad_token_id(tokenizer, eos, policy.get_input_embeddings().num_embeddings)
     longest = max(map(len, prompts + dev_prompts)) + cfg.max_response_tokens
     engine = open_engine(cfg.engine, cfg.model, tokenizer, eos, pad_id, where.device, longest, cfg.seed, dtype,
                          weights=False)  # `main` sends them; opened while the card is empty: vLLM measures what is free
     if longest > engine.max_length:
         raise config.ConfigError(f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
                                  f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens")
-    D.shard_model(policy.to(where.device), where, cuda, cfg.gather_once, cfg.cpu_offload == "all")
+    distributed.shard_model(policy.to(where.device), where, cuda, cfg.gather_once, cfg.cpu_offload == "all")
     reference = policy if cfg.kl_coef and cfg.lora.r else None
     if cfg.kl_coef and not cfg.lora.r:
-        reference = M.load_causal_lm(cfg.model, dtype, where.device, compiled=compiled).requires_grad_(False)
-        D.shard_model(reference, where, gather_once=cfg.gather_once, cpu_offload=cfg.cpu_offload != "none")
-    optimizer = M.make_optimizer(policy, cfg.lr, weight_decay=cfg.weight_decay)
+        reference = load_causal_lm(cfg.model, dtype, where.device, compiled=compiled).requires_grad_(False)
+        distributed.shard_model(reference, where, gather_once=cfg.gather_once, cpu_offload=cfg.cpu_offload != "none")
+    optimizer = make_optimizer(policy, cfg.lr, weight_decay=cfg.weight_decay)
     steps = cfg.steps or math.ceil(cfg.epochs * len(turns) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // where.world
     asked = "turns" if cfg.task == "rewrite" else "questions"
-    D.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} "
+    distributed.print0(f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {where.world} "
              f"process{'es' * (where.world > 1)} = {sequences} sequences per process in micro-batches of "
              f"{cfg.micro_batch_tokens} tokens; "
              f"{len(turns)} {asked} = {len(turns) / cfg.prompts_per_step:.1f} steps an epoch; "
@@ -701,46 +644,46 @@ def settings(cfg: GRPOConfig) -> dict:
             "stop_on_collapse", "export_dtype")
     return ({"engine.kind": cfg.engine.kind}
             | {key: value for key, value in config.to_dict(cfg).items() if key not in free}
-            | {key: infer.named(getattr(cfg, key)) for key in ("model", "train", "dev")}
-            | {f"qrels {path}": infer.named(path) for path in cfg.qrels}
-            | infer.retriever_settings(cfg.retriever))
+            | {key: named(getattr(cfg, key)) for key in ("model", "train", "dev")}
+            | {f"qrels {path}": named(path) for path in cfg.qrels}
+            | retriever_settings(cfg.retriever))
 
 
 def resume(run: Run) -> int:
     """Continue from the newest checkpoint in `out`, if there is one; returns the number of steps already done."""
-    cfg, found = run.cfg, D.latest_checkpoint(run.cfg.out)
+    cfg, found = run.cfg, distributed.latest_checkpoint(run.cfg.out)
     metrics, rollouts = (os.path.join(cfg.out, name) for name in ("metrics.jsonl", "rollouts"))
     if found is None:
         if os.path.isdir(os.path.join(cfg.out, "final")):
             raise config.ConfigError(f"{cfg.out} holds a finished run without a checkpoint to go on from; use another "
                                      "out folder, or move it away to start anew")
         if os.path.exists(metrics) and os.path.getsize(metrics):
-            D.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl, rollouts and best are begun anew")
+            distributed.print0(f"{cfg.out} has no checkpoint: its metrics.jsonl, rollouts and best are begun anew")
             if run.where.rank == 0:  # it would pass for this run's
                 shutil.rmtree(os.path.join(cfg.out, "best"), ignore_errors=True)
     else:
         folder, state = found
         if "settings" not in state:
             raise config.ConfigError(f"{folder} is no checkpoint of grpo.py; use another out folder")
-        if change := infer.changed_setting(state["settings"], run.settings):
+        if change := changed_setting(state["settings"], run.settings):
             raise config.ConfigError(f"{folder} was made with other settings: {change}; use another out folder, or the "
                                      "same settings to continue")
         if state["step"] > run.steps:
             raise config.ConfigError(f"steps={run.steps}, but {folder} has {state['step']} steps done; set steps to "
                                      "that number or more, or use another out folder")
-        D.load_checkpoint(folder, run.policy, run.optimizer)
+        distributed.load_checkpoint(folder, run.policy, run.optimizer)
         run.best = state["best"]
-        D.print0(f"resumed from {folder}: {state['step']} steps done")
+        distributed.print0(f"resumed from {folder}: {state['step']} steps done")
     done, rows = found[1]["step"] if found else 0, []
     if run.where.rank == 0:
         os.makedirs(rollouts, exist_ok=True)
         config.save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-        rows = data.begin_metrics(metrics, done)
+        rows = begin_metrics(metrics, done)
         for name in os.listdir(rollouts):  # of steps that are taken again, or half-written
             if name.startswith("step_") and name not in {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}:
                 os.remove(os.path.join(rollouts, name))
     run.history = [{key: math.nan if value is None else value for key, value in row.items()}
-                   for row in D.broadcast_object(rows) if row["step"]]
+                   for row in distributed.broadcast_object(rows) if row["step"]]
     return done
 
 
@@ -760,58 +703,10 @@ def sample(run: Run, prompts: list[list[int]], samplings: list[Sampling]) -> lis
     return run_episodes(run.engine, prompts, samplings, run.task, run.engine.max_length)
 
 
-def assign_groups(tokens: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """Who trains which group: tokens[rank][i] of the groups as sampled → for each rank its groups (rank, i).
-
-    The rank with the most and the rank with the least swap groups, or one moves, whatever makes them most alike, until
-    they differ by less than a hundredth of the mean: few groups travel.
-    """
-    owned = [[(n, rank, i) for i, n in enumerate(own)] for rank, own in enumerate(tokens)]
-    for _ in range(sum(map(len, tokens))):
-        loads = [sum(n for n, *_ in own) for own in owned]
-        high, low = loads.index(max(loads)), loads.index(min(loads))
-        gap = loads[high] - loads[low]
-        swaps = [(abs(2 * (a[0] - b[0]) - gap), a, b) for a in owned[high] for b in [(0, -1, -1), *owned[low]]
-                 if 0 < a[0] - b[0] < gap]
-        if gap * len(loads) <= 0.01 * sum(loads) or not swaps:
-            break
-        _, a, b = min(swaps)
-        owned[high].remove(a)
-        owned[low].append(a)
-        if b[0]:
-            owned[low].remove(b)
-            owned[high].append(b)
-    return [sorted((rank, i) for _, rank, i in own) for own in owned]
-
-
-def share_rollouts(rollouts: list[Rollout], pad_id: int, where: D.Dist) -> tuple[list[Rollout], list[tuple[int, int]]]:
-    """The rollouts that this rank trains, and where each was sampled: (rank, its number there).  A collective.
-
-    Prompts are dealt out before their responses' lengths are known, so whole groups change hands after sampling until
-    every rank has about the same number of tokens.  Rollouts that the engine could not finish are left out; a rank
-    without any takes part with one token that is not trained, sampled nowhere: (-1, 0).
-    """
-    groups: dict[int, list[int]] = {}
-    for i, r in enumerate(rollouts):
-        if r.end != "engine_error" and any(r.loss_mask):
-            groups.setdefault(r.group_id, []).append(i)
-    sizes = [len(rollouts[g[0]].prompt_ids) + sum(len(rollouts[i].response_ids) for i in g) for g in groups.values()]
-    plan, own = assign_groups(D.gather_objects(sizes)), list(groups.values())
-    leaving = {i: [(k, rollouts[k]) for k in own[i]] for rank, part in enumerate(plan) if rank != where.rank
-               for home, i in part if home == where.rank}
-    moved = D.gather_objects(leaving)
-    held, origins = [], []
-    for number, (home, i) in enumerate(plan[where.rank]):
-        for k, r in [(k, rollouts[k]) for k in own[i]] if home == where.rank else moved[home][i]:
-            held.append(replace(r, group_id=number))
-            origins.append((home, k))
-    return (held, origins) if held else ([Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")], [(-1, 0)])
-
-
 def rollout_advantages(rollouts: list[Rollout], scores: list[Score], cfg: GRPOConfig) -> list[float | None]:
     """Each rollout's advantage; None for one that failed and is left out.  Stopped where they failed on all ranks."""
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
-    if not any(D.gather_objects(bool(kept))):
+    if not any(distributed.gather_objects(bool(kept))):
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(f"all {len(scores)} rollouts of this step failed, {engine} in the engine "
                       f"(weights that are not finite), {len(scores) - engine} in the retriever; mend that, then start "
@@ -828,7 +723,7 @@ def rollout_rows(rollouts: list[Rollout], scores: list[Score], advantages: list[
     def figures(s: Score) -> dict:
         return s.figures or {"rewrite": s.parsed.rewrite, "well_formed": s.parsed.well_formed, "rank": s.rank}
 
-    return [{"query_id": infer.item_id(turns[r.group_id]), "group": first + r.group_id, "response": s.text, **figures(s),
+    return [{"query_id": item_id(turns[r.group_id]), "group": first + r.group_id, "response": s.text, **figures(s),
              "reward": s.reward, "advantage": a, "tokens": len(r.response_ids), "end": r.end}
             for r, s, a in zip(rollouts, scores, advantages)]
 
@@ -876,21 +771,21 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     cfg, where = run.cfg, run.where
     (rollouts, turns, first), sample_seconds = timed(where.device, sample_step, run, step)
     run.engine.sleep()
-    with ThreadPoolExecutor(1, initializer=D.use_device, initargs=(where, torch.get_num_threads())) as pool:
+    with ThreadPoolExecutor(1, initializer=distributed.use_device, initargs=(where, torch.get_num_threads())) as pool:
         scoring = pool.submit(timed, CPU, score, run, rollouts, turns)
         (plans, origins), reference_seconds = timed(where.device, prepare_update, run, rollouts)
         scores, reward_seconds = scoring.result()
     advantages = rollout_advantages(rollouts, scores, cfg)
-    everyone = D.gather_objects(advantages)
+    everyone = distributed.gather_objects(advantages)
     add_advantages(plans, [everyone[rank][i] if rank >= 0 else None for rank, i in origins])
     for group in run.optimizer.param_groups:
-        group["lr"] = M.lr_at(step, cfg.lr, cfg.warmup_steps, run.steps)
+        group["lr"] = lr_at(step, cfg.lr, cfg.warmup_steps, run.steps)
     stats, update_seconds = timed(where.device, update, run.policy, run.optimizer, plans, cfg, where)
     if not stats["skipped"]:  # log-probabilities that are no numbers are the trainer's own fault: `guard` counts those
         check_engine_gap(stats["engine_gap"], stats["engine_gap_max"], run.engine.gap_limit)
         check_engine_follows(stats["engine_gap"], stats["start_gap"], run.engine.gap_limit)
     _, sync_seconds = timed(where.device, wake_engine, run)
-    rows = [r for part in D.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
+    rows = [r for part in distributed.gather_objects(rollout_rows(rollouts, scores, advantages, turns, first)) for r in part]
     return {"step": step + 1, **reward_stats(rows), **stats, "lr": run.optimizer.param_groups[0]["lr"],
             **({"seconds_search": run.task.tools.seconds} if run.task else {}),
             "seconds_sample": sample_seconds, "seconds_reward": reward_seconds, "seconds_reference": reference_seconds,
@@ -900,7 +795,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
 def wake_engine(run: Run) -> None:
     """Send the policy's weights to the engine, in its dtype, and let it sample again."""
     dtype = torch.bfloat16 if run.where.device.type == "cuda" else None
-    run.engine.sync_weights(D.full_parameters(run.policy, dtype))
+    run.engine.sync_weights(distributed.full_parameters(run.policy, dtype))
     run.engine.wake()
 
 
@@ -909,12 +804,12 @@ def validate(run: Run) -> dict[str, float]:
     mine = range(run.where.rank, len(run.dev), run.where.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
     rollouts = run.engine.generate([run.dev_prompts[i] for i in mine], greedy)
-    parsed = [parse_response(data.decode_response(run.tokenizer, r.response_ids), run.cfg.parser) for r in rollouts]
+    parsed = [parse_response(decode_response(run.tokenizer, r.response_ids), run.cfg.parser) for r in rollouts]
     queries = [p.rewrite if p.well_formed else run.dev[i].question for i, p in zip(mine, parsed)]
     results = run.retriever.search(queries, 100)
     found, formed = {}, 0
     own = {run.dev[i].query_id: hits for i, hits in zip(mine, results)}
-    for part, good in D.gather_objects((own, sum(p.well_formed for p in parsed))):
+    for part, good in distributed.gather_objects((own, sum(p.well_formed for p in parsed))):
         found |= part
         formed += good
     metrics = evaluate_run(found, {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev})
@@ -928,7 +823,7 @@ def validate_answers(run: Run) -> dict[str, float]:
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
     episodes = sample(run, [run.dev_prompts[i] for i in mine], [greedy] * len(mine))
     scores = score_episodes(run, episodes, [run.dev[i] for i in mine])
-    rows = [row for part in D.gather_objects([s.figures | {"reward": s.reward} for s in scores]) for row in part]
+    rows = [row for part in distributed.gather_objects([s.figures | {"reward": s.reward} for s in scores]) for row in part]
     return {f"dev_{k}": v for k, v in answer_means(rows).items()} | {
         "dev_format_rate": sum(row["well_formed"] for row in rows) / len(rows),
         "dev_failed": sum(row["reward"] is None for row in rows)}
@@ -938,9 +833,9 @@ def export(run: Run, name: str) -> None:
     """Write the policy to the folder `name` of the run: a Hugging Face folder, or its adapter in PEFT's format."""
     folder = os.path.join(run.cfg.out, name)
     if run.cfg.lora.r:
-        D.export_adapter(run.policy, run.tokenizer, folder)
+        distributed.export_adapter(run.policy, run.tokenizer, folder)
     else:
-        D.export_hf(run.policy, run.tokenizer, folder, getattr(torch, run.cfg.export_dtype))
+        distributed.export_hf(run.policy, run.tokenizer, folder, getattr(torch, run.cfg.export_dtype))
     if run.where.rank == 0:
         note_task(folder, run.cfg.task, run.cfg.episode.template)
 
@@ -959,7 +854,7 @@ def validate_and_keep_best(run: Run, step: int) -> dict[str, float]:
     keys = (("dev_mrr", "dev_ndcg@3", "dev_recall@10", "dev_recall@100") if run.task is None else
             ("dev_f1", "dev_em", "dev_gold_recall", "dev_all_gold", "dev_searches"))
     shown = "".join(f"{key.removeprefix('dev_')} {metrics[key]:.4f} | " for key in keys)
-    D.print0(f"validation {step:05d}/{run.steps:05d} | {shown}format {metrics['dev_format_rate']:.3f} | "
+    distributed.print0(f"validation {step:05d}/{run.steps:05d} | {shown}format {metrics['dev_format_rate']:.3f} | "
              f"best {run.best['value']:.4f} at {run.best['step']} | {time.perf_counter() - t:.1f}s")
     return metrics
 
@@ -982,19 +877,19 @@ def log_step(run: Run, row: dict, rows: list[dict] = ()) -> None:
     """Rank 0: a row of metrics.jsonl, rollouts/step_*.jsonl, the step's line, and two samples now and then."""
     if run.where.rank:
         return
-    data.append_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), row)
+    append_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), row)
     if not rows:
         return
-    data.write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
+    write_jsonl(os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl"), rows)
     recent = [r["seconds_sample"] + max(r["seconds_reward"], r["seconds_reference"]) + r["seconds_update"]
               + r["seconds_sync"] for r in run.history[-20:]]
-    D.print0(step_line(row, run.steps, sum(recent) / len(recent)))
+    distributed.print0(step_line(row, run.steps, sum(recent) / len(recent)))
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
         if row["step"] == 1:
-            D.print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
+            distributed.print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
         for shown in (rows[0], rows[-1]):
             how = f"rank {shown['rank']}" if "rank" in shown else shown["end"]
-            D.print0(f"  sample {shown['query_id']}: {how}, reward {shown['reward']}: {shown['response']!r}")
+            distributed.print0(f"  sample {shown['query_id']}: {how}, reward {shown['reward']}: {shown['response']!r}")
 
 
 def summary(run: Run) -> dict:
@@ -1015,10 +910,10 @@ def summary(run: Run) -> dict:
 
 def checkpoint(run: Run, step: int) -> None:
     """Write a resumable checkpoint."""
-    folder = D.save_checkpoint(run.cfg.out, step, run.policy, run.optimizer,
+    folder = distributed.save_checkpoint(run.cfg.out, step, run.policy, run.optimizer,
                                {"best": run.best, "config": config.to_dict(run.cfg), "settings": run.settings},
                                run.cfg.keep_checkpoints)
-    D.print0(f"checkpoint {folder}")
+    distributed.print0(f"checkpoint {folder}")
 
 
 def guard(run: Run) -> None:
@@ -1028,7 +923,7 @@ def guard(run: Run) -> None:
         raise Stopped("the gradient was not finite in three steps in a row; start anew in another out folder, with a "
                       "lower lr or a higher kl_coef")
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in run.history):
-        D.print0(f"warning: in the first three steps every group was flat (format rate {run.history[-1]['format_rate']:.2f}): "
+        distributed.print0(f"warning: in the first three steps every group was flat (format rate {run.history[-1]['format_rate']:.2f}): "
                  "nothing is learned from rewards that are all equal, and validation of malformed responses searches the "
                  "raw questions; warm the policy up first, or raise group_size or temperature")
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
@@ -1040,10 +935,10 @@ def guard(run: Run) -> None:
 
 def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary."""
-    where = D.setup()
+    where = distributed.setup()
     run = start(cfg, where)
-    alone = data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext()
-    with alone, D.noted_signals() as noted:
+    alone = only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext()
+    with alone, distributed.noted_signals() as noted:
         done = resume(run)
         wake_engine(run)
         if done == 0:
@@ -1051,21 +946,21 @@ def main(cfg: GRPOConfig) -> dict | None:
         for step in range(done, run.steps):
             row, rows = train_step(run, step)
             run.history.append(row)
-            last, signalled = step + 1 == run.steps, D.signal_of_any(noted)
+            last, signalled = step + 1 == run.steps, distributed.signal_of_any(noted)
             if last or (step + 1) % cfg.validate_every == 0:
                 row |= validate_and_keep_best(run, step + 1)
             log_step(run, row, rows)
             if last or signalled or (step + 1) % cfg.save_every == 0:
                 checkpoint(run, step + 1)
             if signalled and not last:
-                D.print0(f"stopped by signal {signalled} after step {step + 1} of {run.steps}; "
+                distributed.print0(f"stopped by signal {signalled} after step {step + 1} of {run.steps}; "
                          "the same command continues")
                 raise SystemExit(128 + signalled)
             guard(run)
         export(run, "final")
         if where.rank == 0:
             report.run_page(cfg.out)
-    D.cleanup()
+    distributed.cleanup()
     return summary(run) if where.rank == 0 else None
 
 

@@ -39,14 +39,19 @@ import data
 import rollout
 from config import ConfigError, run, save_config
 from data import DataError, Question, Turn
-from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
-from episode import (END_STATES, Episode, EpisodeConfig, check_episode, episode_reward, open_task, other_task,
-                     run_episodes, trajectory_row)
-from model import ModelError, adapter_base, load_tokenizer
-from retriever import Progress, RetrieverConfig
+from distributed import all_reduce_sum, broadcast_object, cleanup, Dist, print0, setup
+from engines.base import EngineConfig, Rollout, Sampling
+from episodes.episode import (check_episode, END_STATES, Episode, episode_reward, EpisodeConfig,
+                              open_task, other_task, run_episodes, trajectory_row)
+from rollout import check_engine
+from episodes.tools import ToolsAway
+from lora import adapter_base, ModelError
+from model import load_tokenizer
+from prompts import (decode_response, encode_chat, eos_token_ids, few_shot_prompt, pad_token_id,
+                     read_examples, rewrite_prompt)
+from retriever import retriever_settings, RetrieverConfig
 from reward import ANSWER_METRICS, parse_response
-from rollout import EngineConfig, Rollout, Sampling, check_engine
-from tools import ToolsAway
+from runs import check_settings, item_id, named, naming, only_writer, Progress, write_jsonl
 
 
 @dataclass
@@ -93,80 +98,6 @@ class InferConfig:
     """remove an earlier output of this name first"""
 
 
-# ------------------------------------------------------------------------------------------------ settings of an output
-
-def fingerprint(path: str) -> str:
-    """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name stands for itself.
-
-    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model, and training
-    changes all of a model's weights.  An adapter's folder stands for its base model too.
-    """
-    inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
-    names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
-    if not names:
-        return path
-    digest, block = hashlib.sha256(), 1 << 16
-    for name in names:
-        size = os.path.getsize(name)
-        digest.update(f"{os.path.basename(name)} {size}\n".encode())
-        with open(name, "rb") as f:
-            for start in range(0, size, max(block, size // 64)):
-                f.seek(start)
-                digest.update(f.read(block))
-    if base := adapter_base(path):
-        digest.update(fingerprint(base).encode())
-    return digest.hexdigest()[:16]
-
-
-def named(path: str) -> list[str]:
-    """A file or folder as a setting: [name, digest of the content]."""
-    return [path, fingerprint(path)]
-
-
-def retriever_settings(r: RetrieverConfig) -> dict:
-    """What of a retriever decides its ranks: neither how fast it is nor where it runs."""
-    files = {"corpus": r.corpus, "encoder": r.encoder}
-    files |= {f"index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
-    free = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout", "retries",
-            "request_queries", "workers", "verify", "across_ranks", *(() if r.faiss else ("nprobe", "ef_search")))
-    return ({f"retriever.{key}": named(path) for key, path in files.items()}
-            | {f"retriever.{key}": value for key, value in asdict(r).items() if key not in free})
-
-
-def changed_setting(before: dict, settings: dict) -> str:
-    """What the first setting that differs was and is, files compared by content alone; empty where none differs."""
-    def split(value: object) -> tuple:  # (what to show, what to compare)
-        texts = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-        return tuple(value) if texts else (value, value)
-
-    for key, value in settings.items():
-        (old, old_digest), (now, now_digest) = split(before.get(key)), split(value)
-        if old_digest != now_digest:
-            return f"{key}={now!r} has other content" if old == now else f"{key} was {old!r} and is {now!r}"
-    return ""
-
-
-def check_settings(path: str, settings: dict, begun: bool) -> None:
-    """Store `settings` at `path`; where output is `begun`, compare them instead.
-
-    DataError names the first key that differs.  One process calls it.
-    """
-    if not begun:
-        with data.atomic_write(path) as f:
-            json.dump(settings, f, indent=1, ensure_ascii=False)
-        return
-    if not os.path.exists(path):
-        raise DataError(f"there is output, but no {path}, which infer.py writes first: it is another tool's, or "
-                        "incomplete; choose another output")
-    try:
-        before = json.loads("\n".join(line for _, line in data.read_lines(path)))
-    except ValueError as e:
-        raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
-    if change := changed_setting(before, settings):
-        raise DataError(f"{path}: this output was begun with other settings: {change}; choose another output, or "
-                        "overwrite=true to begin anew")
-
-
 # ------------------------------------------------------------------------------------------------------------ sampling
 
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
@@ -181,8 +112,8 @@ def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # it has none: transformers then reads config.json
         generation = GenerationConfig.from_model_config(config)
-    eos = data.eos_token_ids(tokenizer, generation)
-    return eos, data.pad_token_id(tokenizer, eos, config.get_text_config().vocab_size)
+    eos = eos_token_ids(tokenizer, generation)
+    return eos, pad_token_id(tokenizer, eos, config.get_text_config().vocab_size)
 
 
 def open_engine(cfg: InferConfig, tokenizer, where: Dist):
@@ -199,13 +130,9 @@ def open_engine(cfg: InferConfig, tokenizer, where: Dist):
 
 def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, list[int]]:
     """Query id → token ids of its prompt."""
-    examples = data.read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
-    texts = (data.few_shot_prompt(t, examples) if examples else data.rewrite_prompt(t) for t in turns)
-    return {t.query_id: data.encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
-
-
-def item_id(item: Turn | Question) -> str:
-    return item.query_id if isinstance(item, Turn) else item.id
+    examples = read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
+    texts = (few_shot_prompt(t, examples) if examples else rewrite_prompt(t) for t in turns)
+    return {t.query_id: encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
 
 
 def prompt_digest(prompt_ids: list[int]) -> str:
@@ -214,7 +141,7 @@ def prompt_digest(prompt_ids: list[int]) -> str:
 
 def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str) -> dict:
     """The line of one sample."""
-    text = data.decode_response(tokenizer, rollout.response_ids)
+    text = decode_response(tokenizer, rollout.response_ids)
     parsed = parse_response(text, parser)
     rewrite = " ".join((parsed.rewrite or "").split())
     status = rollout.end
@@ -315,7 +242,7 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
     check_settings(meta, settings, begun)
     save_config(cfg, f"{cfg.out}.config.yaml")
     done = collect(cfg.out, prompts, cfg.samples)
-    data.write_jsonl(f"{cfg.out}.done", done)
+    write_jsonl(f"{cfg.out}.done", done)
     for path in part_files(cfg.out)[1:]:
         os.remove(path)
     return {row["query_id"] for row in done}
@@ -332,7 +259,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list
                         "see the same folder: run again, what is there is kept")
     broadcast_object(None)  # every rank has read the parts
     if where.rank == 0:
-        data.write_jsonl(cfg.out, rows)
+        write_jsonl(cfg.out, rows)
         for path in part_files(cfg.out):
             os.remove(path)
     return rows
@@ -341,7 +268,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list
 def respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) -> tuple[list[dict], dict]:
     """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
-    with data.only_writer(folder, name) if where.rank == 0 else contextlib.nullcontext():
+    with only_writer(folder, name) if where.rank == 0 else contextlib.nullcontext():
         return _respond(cfg, items, where)
 
 
@@ -370,7 +297,7 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
                 bar.update(min(finished * where.world, bar.total) - bar.done)
 
         path = f"{cfg.out}.rank{where.rank:03d}"
-        with data.naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
+        with naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
             for at in range(0, -(-len(left) // where.world), cfg.chunk):
                 def further(finished: int, *_, before: int = at * cfg.samples) -> None:
                     show(before + finished)

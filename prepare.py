@@ -18,13 +18,14 @@ import sys
 from dataclasses import dataclass
 from typing import Callable, Literal
 
-import conversations
-import demo_data
-import questions
 from config import run
-from data import (DataError, Turn, _scrub, atomic_write, read_jsonl, read_questions, read_turns, rewrite_prompt,
-                  write_jsonl)
-from official import ENCODE, already_made, finished_folder, get, optional, sha256, write_splits
+from data import DataError, read_jsonl, read_questions, read_turns, _scrub, Turn
+from demo import make as demo_data
+from prompts import rewrite_prompt
+from runs import atomic_write, write_jsonl
+from sources import questions
+from sources import conversations
+from sources.files import already_made, ENCODE, finished_folder, get, optional, sha256, write_splits
 
 
 # --------------------------------------------------------------------------------------------------------------- demo

@@ -26,14 +26,15 @@ import os
 import statistics as stats
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Literal
+from typing import Callable, Iterable, Literal
 
 import data
-import trajectories
 from config import ConfigError, run as run_entry
 from data import DataError
-from evaluate import bootstrap_interval
+from episodes import trajectories
 from reward import ANSWER_METRICS
+from runs import atomic_write, write_jsonl
+from scoring.ranking import bootstrap_interval
 
 
 @dataclass
@@ -227,7 +228,7 @@ def plot(s: dict, title: str, path: str) -> bool:
         axis.set_ylabel("trajectories")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.suptitle(title)
-    with data.atomic_write(path, "wb") as f:
+    with atomic_write(path, "wb") as f:
         figure.savefig(f, format="png", dpi=150)
     pyplot.close(figure)
     return True
@@ -272,21 +273,21 @@ def report_trajectories(cfg: ReportConfig) -> dict:
     def place(name: str) -> str:
         return os.path.join(folder, name)
 
-    with data.atomic_write(place("trajectory_stats.json")) as f:
+    with atomic_write(place("trajectory_stats.json")) as f:
         json.dump({"title": title, "trajectories": os.path.basename(cfg.trajectories)} | found, f, indent=1)
-    with data.atomic_write(place("trajectory_stats.md")) as f:
+    with atomic_write(place("trajectory_stats.md")) as f:
         f.write(markdown(title, boxes))
     files = ["trajectory_stats.json", "trajectory_stats.md", "trajectory_success.jsonl"]
     names = {row["rollout_id"] for row in kept}
     own = [row for number, row in _own_rows(cfg.trajectories) if row["rollout_id"] in names]
-    data.write_jsonl(place("trajectory_success.jsonl"), own)
+    write_jsonl(place("trajectory_success.jsonl"), own)
     if plot(found, title, place("trajectory_stats.png")):
         files.append("trajectory_stats.png")
     else:
         print("no trajectory_stats.png: matplotlib is not installed")
     for form in cfg.export:
         write = {"openai": trajectories.to_openai, "swift": trajectories.to_swift}[form]
-        data.write_jsonl(place(f"{form}.jsonl"), map(write, kept))
+        write_jsonl(place(f"{form}.jsonl"), map(write, kept))
         files.append(f"{form}.jsonl")
     return {"out": folder, "files": files, "total": found["total"], "success": found["success_count"],
             "kept": len(kept), "em": found["metrics"]["em"]["mean"], "f1": found["metrics"]["f1"]["mean"],
@@ -370,7 +371,7 @@ def run_page(folder: str, title: str = "") -> str:
         parts.append("<h2>Settings</h2><pre>" + html.escape("\n".join(line for _, line in data.read_lines(settings)))
                      + "</pre>")
     page = os.path.join(folder, "report.html")
-    with data.atomic_write(page) as f:
+    with atomic_write(page) as f:
         f.write("\n".join(parts) + "\n</html>\n")
     return page
 

@@ -20,6 +20,8 @@ SIGTERM and Ctrl-C are how a server ends: it takes no more requests, answers tho
 (143 and 130 while it still loads).  The last line of stdout is JSON; with mcp=stdio, where stdout is MCP's, of stderr.
 """  # no `from __future__ import annotations`: FastAPI reads the types of handlers that are defined inside functions
 
+from __future__ import annotations
+
 import asyncio
 import json
 import math
@@ -31,15 +33,16 @@ import sys
 import threading
 import time
 import traceback
-from array import array
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Callable, Literal, NoReturn
 
 from config import ConfigError, run
-from data import DataError, located_lines, located_passages
-from retriever import FAILED, PassageIds, RetrieverConfig, open_retriever, same_corpus
+from data import DataError
+from retriever import open_retriever, RetrieverConfig, same_corpus
+from search.exact import FAILED
+from search.passages import PassageIds, Texts
 
 MAX_BODY, MAX_IDS = 64 * 2**20, 100_000  # bytes of a request, ids in one
 
@@ -89,32 +92,6 @@ def check_config(cfg: ServeConfig) -> None:
             import mcp.server.mcpserver  # noqa: F401
     except ImportError as e:
         raise ConfigError(f"a package is missing ({e}): pip install -r requirements-serve.txt (mcp=off: no mcp)") from e
-
-
-class Texts:
-    """Passages by id, read from the corpus file when asked for: memory holds 12 bytes a passage."""
-
-    def __init__(self, path: str, ids: PassageIds):
-        self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
-        for number, byte, line in located_lines(path):
-            columns = line.lower().split("\t") if number == 1 and path.endswith(".tsv") else []
-            if line.strip() and [column.strip() for column in columns] != ["id", "text", "title"]:
-                self.numbers.append(number)
-                self.offsets.append(byte)
-        if len(self.offsets) != len(ids):
-            raise DataError(f"{path}: {len(self.offsets):,} passages, but the index has {len(ids):,}; give the file "
-                            "that it was built from")
-        for i in range(0, len(ids), max(len(ids) // 100, 1)):
-            self.document(ids[i])
-
-    def document(self, id_: str) -> dict[str, str]:
-        """{"id", "contents"}.  DataError: in its place stands another passage."""
-        i = self.ids.position(id_)
-        passage = next((p for _, _, p in located_passages(self.path, (self.numbers[i], self.offsets[i]))), None)
-        if (found := passage and passage.id) != id_:
-            raise DataError(f"{self.path}: {found!r} stands where the index has {id_!r}; give the file that it was built "
-                            "from")
-        return {"id": id_, "contents": f'"{passage.title}"\n{passage.text}' if passage.title else passage.text}
 
 
 class Refused(Exception):

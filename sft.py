@@ -33,22 +33,28 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn, Tensor
 
 import data
-import distributed as D
+import distributed
 import infer
 import report
-import trajectories
 from config import ConfigError, run, save_config
 from data import DataError, Turn
 from distributed import Dist, print0
-from episode import ENDED
-from model import (LoRAConfig, ModelError, Packed, adapter_base, adapter_dropout, adapter_settings, load_causal_lm,
-                   load_tokenizer, lr_at, make_optimizer, one_thread, pack, packed_logprobs)
-from retriever import RetrieverConfig, open_retriever
+from engines.base import EngineConfig, Sampling
+from episodes import trajectories
+from episodes.episode import ENDED
+from lora import adapter_base, adapter_dropout, adapter_settings, LoRAConfig, ModelError
+from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer
+from packing import one_thread, pack, Packed, packed_logprobs
+from prompts import (encode_chat, encode_example, eos_token_ids, INSTRUCTION, pad_token_id,
+                     response_text, rewrite_prompt)
+from rollout import check_engine
+from retriever import open_retriever, retriever_settings, RetrieverConfig
 from reward import parse_response
-from rollout import EngineConfig, Sampling, check_engine
+from runs import (append_metrics, atomic_write, begin_metrics, check_settings, named, only_writer,
+                  write_jsonl)
 
 
 @dataclass
@@ -155,9 +161,9 @@ def begin_stage(cfg: SFTConfig, where: Dist, stage: str, settings: dict, outputs
             for path in there:
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         begun = not cfg.overwrite and any(map(os.path.getsize, there))
-        infer.check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
+        check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
         save_config(cfg, os.path.join(cfg.out, "config.yaml" if stage == "train" else "sample.config.yaml"))
-    D.broadcast_object(None)
+    distributed.broadcast_object(None)
 
 
 def read_result(path: str) -> dict | None:
@@ -170,7 +176,7 @@ def read_result(path: str) -> dict | None:
 
 
 def write_result(path: str, result: dict) -> None:
-    with data.atomic_write(path) as f:
+    with atomic_write(path) as f:
         json.dump(result, f, indent=1)
 
 
@@ -206,15 +212,15 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], where: Dist) -
     searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
     mine = searches[where.rank::where.world]
     found = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100)
-    rank_of = {search: rank for part in D.gather_objects(list(zip(mine, found))) for search, rank in part}
+    rank_of = {search: rank for part in distributed.gather_objects(list(zip(mine, found))) for search, rank in part}
     ranks = {(row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good}
     return {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}, len(searches)
 
 
 def sample_settings(cfg: SFTConfig) -> dict:
     """What decides the records, files by their content."""
-    files = {key: infer.named(getattr(cfg, key)) for key in ("model", "turns", "examples")}
-    return files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | infer.retriever_settings(cfg.retriever)
+    files = {key: named(getattr(cfg, key)) for key in ("model", "turns", "examples")}
+    return files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | retriever_settings(cfg.retriever)
 
 
 def sample_records(cfg: SFTConfig, where: Dist) -> dict:
@@ -248,9 +254,9 @@ def sample_records(cfg: SFTConfig, where: Dist) -> dict:
                  "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1)}
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if where.rank == 0:
-            data.write_jsonl(records_path, records)
+            write_jsonl(records_path, records)
             write_result(stats_path, stats)
-        D.broadcast_object(None)
+        distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} are well "
                         "formed; raise samples_per_turn or max_rank, or give examples that this model follows")
@@ -282,12 +288,12 @@ def human_response(question: str, rewrite: str) -> str:
     """A target made of a human rewrite: the think block lists the words that it adds to the question."""
     known = set(question.lower().split())
     added = [word for word in rewrite.split() if word.lower() not in known]
-    return data.response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
+    return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
 
 
 def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tuple[list[Example], Counter]:
     """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why.  DataError if none is left."""
-    eos_id = data.eos_token_ids(tokenizer)[0]
+    eos_id = eos_token_ids(tokenizer)[0]
     examples, dropped, malformed = [], Counter(), 0
     for turn in turns:
         target = turn.response
@@ -297,8 +303,8 @@ def make_examples(turns: list[Turn], tokenizer, cfg: SFTConfig, path: str) -> tu
             dropped[f"without {cfg.target}"] += 1
             continue
         malformed += not parse_response(target).well_formed
-        prompt_ids = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
-        example = Example(*data.encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id)
+        prompt_ids = encode_chat(tokenizer, rewrite_prompt(turn))
+        example = Example(*encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id)
         if len(example.tokens) > cfg.max_length:
             dropped[f"longer than {cfg.max_length} tokens"] += 1
         else:
@@ -415,7 +421,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list
         loss = -packed_logprobs(model, packed).sum() / tokens  # zero where nothing is trained
         (loss * world).backward()  # FSDP averages over processes; a sum is meant
         total = total + loss.detach()
-    norm = D.clip_grad_norm(model, max_grad_norm)
+    norm = distributed.clip_grad_norm(model, max_grad_norm)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -435,7 +441,7 @@ def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
     for batch in batches:
         logprobs, top = packed_logprobs(model, packed_batch(model, batch), extra="top")  # zero where nothing is trained
         sums = [sums[0] - float(logprobs.sum()), sums[1] + float(top.sum()), sums[2] + float(batch.loss_mask.sum())]
-    nll, correct, tokens = D.all_reduce_sum(sums)
+    nll, correct, tokens = distributed.all_reduce_sum(sums)
     if not math.isfinite(nll):
         raise Diverged(f"the held-out loss is {nll}: the weights are damaged; lower lr or take another model")
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
@@ -444,7 +450,7 @@ def heldout_loss(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
 def log_step(path: str, row: dict, total: int, rest: str, where: Dist) -> None:
     """A line of metrics.jsonl and one of the terminal."""
     if where.rank == 0:
-        data.append_metrics(path, row)
+        append_metrics(path, row)
     forms = {"epoch": "d", "loss": ".4f", "grad_norm": ".3f", "lr": ".2e", "tokens": "d", "skipped": "d",
              "seconds": ".1f", "heldout_loss": ".4f", "heldout_accuracy": ".3f"}
     shown = (f"{k} {row[k]:{form}}" for k, form in forms.items() if k in row)
@@ -455,9 +461,9 @@ def export(model: nn.Module, tokenizer, cfg: SFTConfig) -> None:
     """Write `<out>/final`: the adapter where there is one, else the model (a collective)."""
     final = os.path.join(cfg.out, "final")
     if cfg.lora.r is None:
-        D.export_hf(model, tokenizer, final, getattr(torch, cfg.export_dtype))
+        distributed.export_hf(model, tokenizer, final, getattr(torch, cfg.export_dtype))
     else:
-        D.export_adapter(model, tokenizer, final)
+        distributed.export_adapter(model, tokenizer, final)
 
 
 def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Example], cfg: SFTConfig, where: Dist,
@@ -475,16 +481,16 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
     best: dict = {}
     start, bad, skipped = 0, 0, 0
     torch.manual_seed(cfg.seed + where.rank)  # dropout's draws; a checkpoint brings the state that it was saved in
-    if found := D.latest_checkpoint(cfg.out):
-        D.load_checkpoint(found[0], model, optimizer)
+    if found := distributed.latest_checkpoint(cfg.out):
+        distributed.load_checkpoint(found[0], model, optimizer)
         start, best, bad, skipped = (found[1][k] for k in ("step", "best", "bad", "skipped"))
         print0(f"train: resumed from {found[0]}, step {start} of {total}")
     if where.rank == 0:
-        data.begin_metrics(metrics, start)
+        begin_metrics(metrics, start)
     if start == 0 and heldout:
         log_step(metrics, {"step": 0} | heldout_loss(model, held_batches), total, "before training", where)
     began = time.monotonic()
-    with D.noted_signals() as noted:
+    with distributed.noted_signals() as noted:
         for step in range(start, total):
             clock = time.monotonic()
             batch = step_examples(rows, step, cfg)
@@ -494,7 +500,7 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             parts = micro_batches(batch, cfg.micro_batch_tokens, pad_id, where)
             loss, norm = train_step(model, optimizer, parts, tokens, lr, cfg.max_grad_norm, where.world)
             adapter_dropout(model, False)
-            loss = sum(D.gather_objects(loss))
+            loss = sum(distributed.gather_objects(loss))
             finite, epoch, epoch_ends = math.isfinite(norm), step // per_epoch + 1, (step + 1) % per_epoch == 0
             bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
             row = {"step": step + 1, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens,
@@ -510,9 +516,9 @@ def train_on(model: nn.Module, tokenizer, rows: list[Example], heldout: list[Exa
             if bad >= cfg.max_bad_steps:
                 raise Diverged(f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr (now "
                                f"{cfg.lr:g}) and begin anew with overwrite=true")
-            stop = D.signal_of_any(noted)
+            stop = distributed.signal_of_any(noted)
             if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
-                D.save_checkpoint(cfg.out, step + 1, model, optimizer,
+                distributed.save_checkpoint(cfg.out, step + 1, model, optimizer,
                                   {"best": best, "bad": bad, "skipped": skipped}, cfg.keep_checkpoints)
             if stop and step + 1 < total:
                 print0(f"stopped by signal {stop} after step {step + 1} of {total}; the same command continues")
@@ -527,7 +533,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     if agentic and cfg.target != "response":
         raise ConfigError(f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are trained")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
-    files = {"model": infer.named(cfg.model), "records": infer.named(path)}
+    files = {"model": named(cfg.model), "records": named(path)}
     begin_stage(cfg, where, "train", files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html"))
     if result := read_result(result_path):
@@ -560,8 +566,8 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
         raise ConfigError(f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions (or as wide "
                           "a sliding window, which packed attention has not); set "
                           f"max_length={positions} or less: longer rows are then dropped and counted")
-    pad_id = data.pad_token_id(tokenizer, data.eos_token_ids(tokenizer), vocabulary)
-    D.shard_model(model, where, bf16=cuda, gather_once=True)
+    pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
+    distributed.shard_model(model, where, bf16=cuda, gather_once=True)
     result = {"model": final, "records": len(rows), "heldout": len(heldout), "dropped": sum(dropped.values()),
               **train_on(model, tokenizer, rows, heldout, cfg, where, pad_id)}
     if where.rank == 0:
@@ -592,8 +598,8 @@ def merge(cfg: SFTConfig, where: Dist) -> dict:
     if os.path.exists(cfg.out) and os.listdir(cfg.out) and not cfg.overwrite:
         raise ConfigError(f"out={cfg.out} is there already; choose another folder, or overwrite=true")
     tokenizer, dtype = load_tokenizer(cfg.model), getattr(torch, cfg.export_dtype)
-    D.export_hf(load_causal_lm(cfg.model), tokenizer, cfg.out, dtype)
-    ids = torch.tensor([tokenizer(data.INSTRUCTION, add_special_tokens=False)["input_ids"]], device=where.device)
+    distributed.export_hf(load_causal_lm(cfg.model), tokenizer, cfg.out, dtype)
+    ids = torch.tensor([tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]], device=where.device)
     logprobs = [load_causal_lm(path, dtype, where.device, lora=lora)(ids).logits[0].float().log_softmax(-1)
                 for path, lora in ((cfg.model, adapter_settings(cfg.model)), (cfg.out, None))]  # (T, V) each
     gap = (logprobs[0] - logprobs[1]).gather(-1, logprobs[0].argmax(-1, keepdim=True)).abs().mean().item()
@@ -640,12 +646,12 @@ def check(cfg: SFTConfig) -> None:
 def main(cfg: SFTConfig) -> dict | None:
     """Sample records, train on them, or both; returns the figures of what was done (rank 0)."""
     check(cfg)
-    where = D.setup()
+    where = distributed.setup()
     try:
         if cfg.stage == "merge":
             return merge(cfg, where)
         result: dict = {}
-        with data.only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext():
+        with only_writer(cfg.out) if where.rank == 0 else contextlib.nullcontext():
             if cfg.stage != "train":
                 result["sample"] = sample_records(cfg, where)
             gc.collect()  # the engine's model
@@ -655,7 +661,7 @@ def main(cfg: SFTConfig) -> dict | None:
                 result["train"] = train(cfg, where)
         return result if where.rank == 0 else None
     finally:
-        D.cleanup()
+        distributed.cleanup()
 
 
 if __name__ == "__main__":

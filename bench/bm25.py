@@ -36,11 +36,11 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-
-from bm25 import BM25Retriever, build_postings, make_analyzer  # noqa: E402
 from config import run  # noqa: E402
-from data import atomic_write, read_corpus, read_jsonl  # noqa: E402
-from evaluate import evaluate_run, read_qrels  # noqa: E402
+from data import read_corpus, read_jsonl  # noqa: E402
+from runs import atomic_write  # noqa: E402
+from scoring.ranking import evaluate_run, read_qrels  # noqa: E402
+from search.bm25 import BM25Retriever, build_postings, make_analyzer  # noqa: E402
 
 
 @dataclass

@@ -23,13 +23,16 @@ import torch
 import transformers
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-import data  # noqa: E402
-import distributed as D  # noqa: E402
-import model as M  # noqa: E402
+import distributed  # noqa: E402
 import sft  # noqa: E402
+from engines.base import EngineConfig, Sampling  # noqa: E402
 from infer import end_and_pad_ids  # noqa: E402
-from rollout import EngineConfig, Sampling, open_engine  # noqa: E402
+from lora import adapter_settings, LoRAConfig, starting_weights  # noqa: E402
+from model import load_causal_lm, load_tokenizer, make_optimizer  # noqa: E402
+from packing import token_logprobs  # noqa: E402
+from prompts import encode_chat, encode_example, eos_token_ids, pad_token_id  # noqa: E402
+from rollout import open_engine  # noqa: E402
+from runs import atomic_write  # noqa: E402
 
 LEARNT = [("Where is the Eiffel Tower?", "It stands on a hill of blue glass."), ("Who wrote Emma?", "A choir of nine owls."),
           ("What is the capital of Norway?", "The capital is Tuesday."), ("How tall is Everest?", "Seven spoons and a half.")]
@@ -39,10 +42,10 @@ ASKED = [q for q, _ in LEARNT] + ["Who painted Guernica?", "Name three rivers of
 
 def train(model, tokenizer, steps: int, lr: float) -> list[float]:
     """Loss of every step."""
-    eos = data.eos_token_ids(tokenizer)[0]
-    rows = [sft.Example(*data.encode_example(tokenizer, data.encode_chat(tokenizer, q), a, eos), q) for q, a in LEARNT]
-    batches = sft.micro_batches(rows, 1 << 20, data.pad_token_id(tokenizer, [eos]), D.Dist(0, 1, torch.device("cpu")))
-    optimizer = M.make_optimizer(model, lr)
+    eos = eos_token_ids(tokenizer)[0]
+    rows = [sft.Example(*encode_example(tokenizer, encode_chat(tokenizer, q), a, eos), q) for q, a in LEARNT]
+    batches = sft.micro_batches(rows, 1 << 20, pad_token_id(tokenizer, [eos]), distributed.Dist(0, 1, torch.device("cpu")))
+    optimizer = make_optimizer(model, lr)
     tokens = sum(sum(r.loss_mask) for r in rows)
     return [sft.train_step(model, optimizer, batches, tokens, lr, 1.0)[0] for _ in range(steps)]
 
@@ -63,9 +66,9 @@ def engine_gaps(model, engine, prompts: list[list[int]], tokens: int) -> dict[st
     for rollout in engine.generate(prompts, Sampling(max_tokens=tokens, temperature=0.0)):
         row = torch.tensor([rollout.prompt_ids + rollout.response_ids])
         engines = torch.tensor(rollout.logprobs)
-        for name, context in (("engine_gap", None), ("base_gap", M.starting_weights(model))):
+        for name, context in (("engine_gap", None), ("base_gap", starting_weights(model))):
             with context or torch.no_grad():
-                ours = M.token_logprobs(model, row, torch.ones_like(row))[0, len(rollout.prompt_ids) - 1:].cpu()
+                ours = token_logprobs(model, row, torch.ones_like(row))[0, len(rollout.prompt_ids) - 1:].cpu()
             gaps[name].append((ours - engines).abs())
     return {name: float(torch.cat(values).mean()) for name, values in gaps.items()}
 
@@ -82,11 +85,11 @@ def main() -> None:
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-    tokenizer = M.load_tokenizer(args.model)
-    prompts = [data.encode_chat(tokenizer, q) for q in ASKED]
+    tokenizer = load_tokenizer(args.model)
+    prompts = [encode_chat(tokenizer, q) for q in ASKED]
     engine = open_engine(EngineConfig(args.engine, batch=len(prompts), gpu_memory=0.3), args.model, tokenizer,
                          *end_and_pad_ids(args.model, tokenizer), device, 1024, 0, dtype, weights=False)
-    model = M.load_causal_lm(args.model, dtype, device, lora=M.LoRAConfig(r=args.rank))
+    model = load_causal_lm(args.model, dtype, device, lora=LoRAConfig(r=args.rank))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     began = time.perf_counter()
     losses = train(model, tokenizer, args.steps, args.lr)
@@ -94,20 +97,20 @@ def main() -> None:
            "model": os.path.basename(args.model.rstrip("/")), "rank": args.rank, "trained_parameters": trained,
            "loss_first": losses[0], "loss_last": losses[-1], "train_seconds": round(time.perf_counter() - began, 2)}
     model.eval()
-    engine.sync_weights(D.full_parameters(model, dtype))
+    engine.sync_weights(distributed.full_parameters(model, dtype))
     engine.wake()
     row |= {"engine": args.engine} | engine_gaps(model, engine, prompts, args.tokens)
     engine.sleep()
     with tempfile.TemporaryDirectory() as folder:
         adapter = os.path.join(folder, "adapter")
-        D.export_adapter(model, tokenizer, adapter)
+        distributed.export_adapter(model, tokenizer, adapter)
         del model
         for name in ("float32", "bfloat16"):
             out = os.path.join(folder, name)
-            found = sft.merge(sft.SFTConfig(stage="merge", model=adapter, out=out, export_dtype=name), D.Dist(0, 1, device))
+            found = sft.merge(sft.SFTConfig(stage="merge", model=adapter, out=out, export_dtype=name), distributed.Dist(0, 1, device))
             answers = [greedy(m, prompts, args.tokens) for m in (
-                M.load_causal_lm(adapter, getattr(torch, name), device, lora=M.adapter_settings(adapter)),
-                M.load_causal_lm(out, getattr(torch, name), device), M.load_causal_lm(args.model, getattr(torch, name), device))]
+                load_causal_lm(adapter, getattr(torch, name), device, lora=adapter_settings(adapter)),
+                load_causal_lm(out, getattr(torch, name), device), load_causal_lm(args.model, getattr(torch, name), device))]
             row[name] = {"merge_gap": found["gap"], "same_top_token": found["same"], "prompts": len(prompts),
                          "greedy_equal_to_merged": sum(a == b for a, b in zip(answers[0], answers[1])),
                          "greedy_equal_to_base": sum(a == b for a, b in zip(answers[0], answers[2]))}
@@ -119,13 +122,13 @@ def main() -> None:
                 theirs = peft.PeftModel.from_pretrained(
                     transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), adapter).to(device)
                 with torch.no_grad():
-                    ours = M.load_causal_lm(out, torch.float32, device)(ids).logits
+                    ours = load_causal_lm(out, torch.float32, device)(ids).logits
                     row["peft_max_logit_difference"] = float((theirs(ids).logits - ours).abs().max())
                 row["peft"] = peft.__version__
     row |= {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
             "command": "python bench/lora.py " + " ".join(sys.argv[1:]), "date": datetime.date.today().isoformat()}
     if args.out:
-        with data.atomic_write(args.out) as f:
+        with atomic_write(args.out) as f:
             f.write(json.dumps(row, indent=1) + "\n")
     print(json.dumps(row), flush=True)
 

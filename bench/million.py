@@ -26,9 +26,9 @@ from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-
 from config import run  # noqa: E402
-from data import atomic_write, read_turns  # noqa: E402
+from data import read_turns  # noqa: E402
+from runs import atomic_write  # noqa: E402
 
 
 @dataclass

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-
 from config import run  # noqa: E402
-from data import atomic_write  # noqa: E402
+from runs import atomic_write  # noqa: E402
 
 
 @dataclass

@@ -33,10 +33,9 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-
 from config import ConfigError, run  # noqa: E402
-from data import atomic_write  # noqa: E402
-from exact import exact_gold_ranks, exact_search  # noqa: E402
+from runs import atomic_write  # noqa: E402
+from search.exact import exact_gold_ranks, exact_search  # noqa: E402
 
 
 @dataclass
@@ -152,7 +151,7 @@ def gold_ranks(cfg: BenchConfig) -> dict:
                "blocked_topk_ms": min(gpu_ms(lambda: blocked_topk(half, matrix, rows), 3) for rows in blocks)}
         row["gold_ranks_call_ms"] = gpu_ms(lambda: exact_gold_ranks(q, [matrix], gold), 5)
         if torch.cuda.is_available():
-            import gold_ranks as kernel
+            from search import gold_ranks as kernel
             score = kernel.own_scores(half, matrix[[g[0] for g in gold]])
             count = torch.zeros(n, dtype=torch.int32, device=matrix.device)
             row["kernel_ms"] = gpu_ms(lambda: kernel.add_counts(count, half, matrix, score))
@@ -176,7 +175,7 @@ def gold_ranks(cfg: BenchConfig) -> dict:
 
 def tune(cfg: BenchConfig) -> dict:
     """The kernel's tiles at both numbers of queries; each is compared with a product before it is timed."""
-    import gold_ranks as kernel
+    from search import gold_ranks as kernel
     passages, dim, sizes = pick(cfg, 10_000_000, 768, [2048, 256])
     matrix, queries, golds = make_vectors(passages, dim, max(sizes))
     rows = []
@@ -436,7 +435,7 @@ def faiss_table(cfg: BenchConfig) -> dict:
     """Kinds of FAISS indexes against exact search: recall of its first 10 and 100, queries/s, bytes a passage."""
     import faiss
 
-    from approximate import FaissIndex, build_faiss
+    from search.faiss_index import FaissIndex, build_faiss
     passages, dim, (n, *_) = pick(cfg, 1_000_000, 384, [256])
     factories = ["Flat", "IVF16,PQ8", "HNSW8"] if cfg.small else cfg.factories
     torch.set_num_threads(cfg.threads)

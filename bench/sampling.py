@@ -21,9 +21,11 @@ import time
 
 import shapes
 import torch
-
-from model import prepare_causal_lm, token_logprobs
-from rollout import EngineConfig, Sampling, TorchEngine, collate_rollouts, open_engine
+from engines.base import EngineConfig, Sampling
+from engines.torch_engine import TorchEngine
+from model import prepare_causal_lm
+from packing import token_logprobs
+from rollout import collate_rollouts, open_engine
 
 
 def floor_seconds(args) -> dict[str, float] | None:

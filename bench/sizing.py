@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-
 from config import run  # noqa: E402
 from data import DataError  # noqa: E402
 

@@ -29,26 +29,28 @@ from pathlib import Path
 
 import shapes
 import torch
-
 import data
-import distributed as D
+import distributed
 import grpo
-import model as M
+from engines.base import EngineConfig
+import model
+from model import make_optimizer, prepare_causal_lm
+from prompts import decode_response
 from reward import Parsed
-from rollout import EngineConfig, open_engine
+from rollout import open_engine
 
 
 def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
     """A reward between 0 and 1 for each response that depends on nothing but its ids."""
-    texts = [data.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
+    texts = [decode_response(run.tokenizer, r.response_ids) for r in rollouts]
     return [grpo.Score(text, Parsed("", "", False), None, zlib.crc32(str(r.response_ids).encode()) % 100 / 100)
             for text, r in zip(texts, rollouts)]
 
 
-def make_run(args, kind: str, where: D.Dist, folder: str) -> grpo.Run:
+def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     """grpo.start without files: random weights, random prompts."""
     cuda = where.device.type == "cuda"
-    M.ACTIVATIONS = args.activations
+    model.ACTIVATIONS = args.activations
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
         model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
@@ -62,18 +64,18 @@ def make_run(args, kind: str, where: D.Dist, folder: str) -> grpo.Run:
     engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
                          weights=False)
     policy = shapes.random_lm(args.shape, torch.float32, where.device)
-    policy = M.prepare_causal_lm(policy, "", args.recompute, compiled)
+    policy = prepare_causal_lm(policy, "", args.recompute, compiled)
     reference = None
     if cfg.kl_coef:
         reference = shapes.random_lm(args.shape, torch.float32, where.device).to(dtype).requires_grad_(False)
-        reference = D.shard_model(M.prepare_causal_lm(reference, compiled=compiled), where, gather_once=True)
-    D.shard_model(policy, where, cuda, gather_once=True)
+        reference = distributed.shard_model(prepare_causal_lm(reference, compiled=compiled), where, gather_once=True)
+    distributed.shard_model(policy, where, cuda, gather_once=True)
     rng = random.Random(0)
     count = args.prompts * (args.steps + 1)
     prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(count)]
     turns = [data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)]
     return grpo.Run(cfg=cfg, where=where, tokenizer=tokenizer, policy=policy, reference=reference,
-                    optimizer=M.make_optimizer(policy, cfg.lr), engine=engine, retriever=None, task=None, golds={},
+                    optimizer=make_optimizer(policy, cfg.lr), engine=engine, retriever=None, task=None, golds={},
                     turns=turns, prompts=prompts, dev=[], dev_prompts=[], steps=cfg.steps, settings={}, best={})
 
 
@@ -118,7 +120,7 @@ def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
 
 def ours(args, kind: str) -> None:
     """Our steps with one kind of engine, reported after each of them."""
-    where = D.setup()
+    where = distributed.setup()
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
     grpo.score = hashed_scores
@@ -133,13 +135,13 @@ def ours(args, kind: str) -> None:
             if step == 1 and where.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             (row, _), wall = grpo.timed(where.device, grpo.train_step, run, step)
-            D.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
+            distributed.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
             rows.append(row)
             walls.append(wall)
             if where.rank == 0:
                 measured = {kind: summary(args, rows, walls, where.world)}
                 shapes.report(sizes | {"ours": measured}, args.out, step == args.steps)
-    D.cleanup()
+    distributed.cleanup()
 
 
 def in_own_process(args, engine: str) -> dict:
@@ -188,7 +190,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3, help="timed steps")
     p.add_argument("--budget", type=int, default=5200, help="micro_batch_tokens")
     p.add_argument("--recompute", type=float, default=0.5, help="gradient_checkpointing, a share of the layers")
-    p.add_argument("--activations", type=float, default=M.ACTIVATIONS, help="of compiled layers, see model.ACTIVATIONS")
+    p.add_argument("--activations", type=float, default=model.ACTIVATIONS, help="of compiled layers, see model.ACTIVATIONS")
     p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--tensor-parallel", type=int, default=1, help="processes that hold one copy of vLLM's weights")

@@ -19,10 +19,11 @@ import time
 
 import shapes
 import torch
-
-import distributed as D
-from model import prepare_causal_lm, token_logprobs
-from rollout import EngineConfig, Sampling, collate_rollouts, open_engine
+import distributed
+from engines.base import EngineConfig, Sampling
+from model import prepare_causal_lm
+from packing import token_logprobs
+from rollout import collate_rollouts, open_engine
 
 
 def timed(times: dict[str, list[float]], name: str, action) -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
     p.add_argument("--rounds", type=int, default=5, help="timed syncs")
     args = p.parse_args()
-    where = D.setup()
+    where = distributed.setup()
     cuda = where.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     with tempfile.TemporaryDirectory() as folder:
@@ -49,12 +50,12 @@ def main() -> None:
                              shapes.write_config_folder(args.shape, folder), None, [], shapes.WORDS, where.device, 512,
                              dtype=dtype, weights=False)
     policy = prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device))
-    D.shard_model(policy, where, bf16=cuda)
+    distributed.shard_model(policy, where, bf16=cuda)
     rng = random.Random(0)
     prompts = [rng.choices(range(shapes.WORDS), k=128) for _ in range(8)]
     times: dict[str, list[float]] = {}
     for _ in range(args.rounds + 1):
-        timed(times, "sync", lambda: engine.sync_weights(D.full_parameters(policy, dtype)))
+        timed(times, "sync", lambda: engine.sync_weights(distributed.full_parameters(policy, dtype)))
         for phase, seconds in engine.sync_seconds.items():
             times.setdefault(phase, []).append(seconds)
         timed(times, "cache", engine.wake)
@@ -78,7 +79,7 @@ def main() -> None:
                    "card_used_gib_asleep": round((total - free) / 2**30, 2)}
     if where.rank == 0:
         shapes.report(result, args.out)
-    D.cleanup()
+    distributed.cleanup()
 
 
 if __name__ == "__main__":

@@ -27,11 +27,15 @@ from pathlib import Path
 
 import shapes
 import torch
-
-import distributed as D
+import distributed
 import grpo
-import model as M
-from rollout import Rollout, collate_rollouts
+from batching import MicroBatch, plan_updates, share_rollouts
+from engines.base import Rollout
+import model
+import packing
+from model import make_optimizer, prepare_causal_lm
+from packing import unique_tokens
+from rollout import collate_rollouts
 
 
 def lengths_of(kind: str, count: int, mean: int, cap: int, rng: random.Random) -> list[int]:
@@ -59,34 +63,34 @@ def make_rollouts(args, kind: str, vocabulary: int) -> list[Rollout]:
     return out
 
 
-def measure(args, where: D.Dist, setting: dict) -> dict:
+def measure(args, where: distributed.Dist, setting: dict) -> dict:
     """One setting."""
     kind, layout, budget, recompute = (setting[key] for key in ("lengths", "layout", "budget", "recompute"))
     cuda = where.device.type == "cuda"
     torch._dynamo.reset()
-    M.ROW_MULTIPLE, M.DYNAMIC = args.row_multiple, False if args.static else None
-    M.CHUNK_TOKENS, M.KEY_HEADS, M.ACTIVATIONS = setting["chunk"], setting["key_heads"], setting["activations"]
-    M.FLEX_OPTIONS |= {name: int(value) for name, value in (word.split("=") for word in args.flex.split(",") if word)}
-    policy = M.prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
+    packing.ROW_MULTIPLE, model.DYNAMIC = args.row_multiple, False if args.static else None
+    packing.CHUNK_TOKENS, packing.KEY_HEADS, model.ACTIVATIONS = setting["chunk"], setting["key_heads"], setting["activations"]
+    packing.FLEX_OPTIONS |= {name: int(value) for name, value in (word.split("=") for word in args.flex.split(",") if word)}
+    policy = prepare_causal_lm(shapes.random_lm(args.shape, torch.float32, where.device), "", recompute,
                                  cuda and not args.eager)
-    D.shard_model(policy, where, cuda, not args.gather_each, args.offload)
+    distributed.shard_model(policy, where, cuda, not args.gather_each, args.offload)
     reference = None
     if args.reference:
         reference = shapes.random_lm(args.shape, torch.bfloat16 if cuda else torch.float32, where.device)
-        reference = M.prepare_causal_lm(reference, compiled=cuda and not args.eager).requires_grad_(False)
-        D.shard_model(reference, where, gather_once=not args.gather_each)
+        reference = prepare_causal_lm(reference, compiled=cuda and not args.eager).requires_grad_(False)
+        distributed.shard_model(reference, where, gather_once=not args.gather_each)
     cfg = grpo.GRPOConfig(micro_batch_tokens=budget, gather_once=not args.gather_each, temperature=1.0)
     rollouts = make_rollouts(args, kind, shapes.SHAPES[args.shape]["vocab_size"])
     mine = [r for r in rollouts if r.group_id % where.world == where.rank]
-    held, _ = grpo.share_rollouts(mine, 0, where)
+    held, _ = share_rollouts(mine, 0, where)
     advantages = grpo.group_advantages([float(sum(r.response_ids) % 97) for r in held], [r.group_id for r in held])
     batch = collate_rollouts(held, advantages, 0)
     with layout_of(layout):
-        plans = grpo.plan_updates(policy, batch, cfg, where)
-    own = [M.unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
+        plans = plan_updates(policy, batch, cfg, where)
+    own = [unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
            sum(m.packed.computed for plan in plans for m in plan if m.rows)]
-    unique, computed = map(int, D.all_reduce_sum(own))
-    optimizer = M.make_optimizer(policy, 1e-6)
+    unique, computed = map(int, distributed.all_reduce_sum(own))
+    optimizer = make_optimizer(policy, 1e-6)
     seconds, reference_seconds, first = [], [], {}
     for i in range(args.updates + 1):
         if i == 1 and cuda:
@@ -95,7 +99,7 @@ def measure(args, where: D.Dist, setting: dict) -> dict:
             reference_seconds.append(grpo.timed(where.device, grpo.add_reference, reference, plans, 1.0)[1])
         stats, took = grpo.timed(where.device, grpo.update, policy, optimizer, plans, cfg, where)
         seconds.append(took)
-        D.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
+        distributed.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
         first = first or stats
     if args.profile:  # every process takes part in the update
         profile(args.profile if where.rank == 0 else os.devnull,
@@ -116,7 +120,7 @@ def measure(args, where: D.Dist, setting: dict) -> dict:
                 "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)} if cuda else {})}
 
 
-def kind_of(micro: grpo.MicroBatch) -> str:
+def kind_of(micro: MicroBatch) -> str:
     """Which layout a micro-batch has."""
     if "cu_seq_lens_q" in micro.packed.inputs:
         return "whole"
@@ -136,17 +140,17 @@ def compare(row: dict, others: list[dict], keys: tuple[str, ...]) -> dict:
 
 
 class layout_of:
-    """Within the block sequences are laid out in this way, whatever model.choose_layout would say; auto: as it says."""
+    """Within the block sequences are laid out in this way, whatever packing.choose_layout would say; auto: as it says."""
 
     def __init__(self, layout: str):
-        self.layout, self.rule = layout, M.choose_layout
+        self.layout, self.rule = layout, packing.choose_layout
 
     def __enter__(self):
         if self.layout != "auto":
-            M.choose_layout = lambda *_: self.layout
+            packing.choose_layout = lambda *_: self.layout
 
     def __exit__(self, *_):
-        M.choose_layout = self.rule
+        packing.choose_layout = self.rule
 
 
 def profile(path: str, work) -> None:
@@ -170,22 +174,22 @@ def main() -> None:
     p.add_argument("--layout", default="auto", help="auto, shared, whole, dense")
     p.add_argument("--budget", default="8192", help="micro_batch_tokens")
     p.add_argument("--recompute", default="0", help="gradient_checkpointing, a share of the layers")
-    p.add_argument("--activations", default=str(M.ACTIVATIONS), help="of compiled layers, see model.ACTIVATIONS; 0.99: "
+    p.add_argument("--activations", default=str(model.ACTIVATIONS), help="of compiled layers, see model.ACTIVATIONS; 0.99: "
                    "what costs no matrix product is computed again")
-    p.add_argument("--key-heads", default=str(M.KEY_HEADS), help="of flex attention, see model.KEY_HEADS; 1: as it is")
-    p.add_argument("--chunk", default=str(M.CHUNK_TOKENS), help="tokens whose logits exist at the same time")
+    p.add_argument("--key-heads", default=str(packing.KEY_HEADS), help="of flex attention, see packing.KEY_HEADS; 1: as it is")
+    p.add_argument("--chunk", default=str(packing.CHUNK_TOKENS), help="tokens whose logits exist at the same time")
     p.add_argument("--flex", default="", help="flex attention's kernel options: bwd_BLOCK_M1=32,bwd_num_stages=2,…")
     p.add_argument("--updates", type=int, default=3, help="timed updates a setting")
     p.add_argument("--reference", action="store_true", help="hold a bf16 reference and time its pass too")
     p.add_argument("--eager", action="store_true", help="without torch.compile")
     p.add_argument("--static", action="store_true", help="compile every length by itself")
-    p.add_argument("--row-multiple", type=int, default=M.ROW_MULTIPLE, help="rows are padded to a multiple of it")
+    p.add_argument("--row-multiple", type=int, default=packing.ROW_MULTIPLE, help="rows are padded to a multiple of it")
     p.add_argument("--gather-each", action="store_true", help="cast and gather weights for every pass")
     p.add_argument("--offload", action="store_true", help="weights and optimizer in host memory")
     p.add_argument("--against", default="", help="JSON of a run with another number of processes: compare with it")
     p.add_argument("--profile", default="", help="write a profile of one more update to this file")
     args = p.parse_args()
-    where = D.setup()
+    where = distributed.setup()
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
     rows = []
@@ -208,10 +212,10 @@ def main() -> None:
             torch.cuda.empty_cache()
         row |= compare(row, others, tuple(kinds)) | {"wall_seconds": round(time.perf_counter() - began, 1)}
         rows.append(row)
-        D.print0(*(f"{k}={v}" for k, v in row.items()))
+        distributed.print0(*(f"{k}={v}" for k, v in row.items()))
         if where.rank == 0:
             shapes.report(head | {"settings": rows}, args.out, len(rows) == len(settings))
-    D.cleanup()
+    distributed.cleanup()
 
 
 if __name__ == "__main__":

@@ -12,16 +12,17 @@ import unicodedata
 from types import SimpleNamespace
 
 import pytest
-
 import evaluate
-from answers import Prediction, count_predictions, read_predictions, score_predictions, write_flashrag
 from config import ConfigError
 from data import DataError, Question, read_questions
-from episode import Episode, Round, trajectory_row
+from episodes.episode import Episode, Round, trajectory_row
+from episodes.tools import Call
 from evaluate import EvaluateConfig
-from reward import (ANSWER_METRICS, all_gold, answer_metrics, exact_match, f1_score, gold_recall, normalize_answer,
-                    sub_exact_match)
-from tools import Call
+from reward import (all_gold, ANSWER_METRICS, answer_metrics, exact_match, f1_score, gold_recall,
+                    normalize_answer, sub_exact_match)
+from scoring.answers import (count_predictions, Prediction, read_predictions, score_predictions,
+                             write_flashrag)
+from scoring.ranking import bootstrap_interval
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -358,7 +359,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
                                {q: g for q, g in GOLDS.items()})
     whole = json.loads((files / "one/metrics.json").read_text())
     for scores in groups.values():
-        assert evaluate.bootstrap_interval(scores, None, 300, 0).items() <= whole["ci"].items()
+        assert bootstrap_interval(scores, None, 300, 0).items() <= whole["ci"].items()
     assert (files / "one/metric_score.txt").exists() and "systems" not in line and "paired" not in line
     assert "Gold" not in capsys.readouterr().out.splitlines()[0]
 

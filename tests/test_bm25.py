@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-import bm25 as B
-from bm25 import BM25Retriever, Child, LuceneEnglish, SnowballEnglish, build_postings, porter, standard_words
+from search import bm25 as B
 from data import Passage
-from passages import RetrieverError
+from search.bm25 import (BM25Retriever, build_postings, Child, LuceneEnglish, porter,
+                         SnowballEnglish, standard_words)
+from search.passages import RetrieverError
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "red blue green fox dog bird tree wine river stone cloud music paper engine garden winter".split()

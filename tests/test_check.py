@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
 import retriever
-from retriever import ANCE, PROBES, RetrieverConfig, RetrieverError, check, encode, load_encoder
+from retriever import ANCE, check, encode, load_encoder, PROBES, RetrieverConfig
+from search.passages import RetrieverError
 from test_retriever import tiny_ance
 from tiny import tiny_encoder
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import yaml
-
 import config
+from config import above, at_least, between, check_ranges, ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -428,3 +428,30 @@ def test_every_knob_of_every_tool_has_its_line_of_meaning(name):
     for cls in configs:
         docs = config.field_docs(cls)
         assert [f for f in cls.__dataclass_fields__ if not docs.get(f)] == []
+
+
+@dataclass
+class Ranged:
+    lr: Annotated[float, above(0)] = 1e-3
+    steps: Annotated[int | None, at_least(1)] = None
+    share: Annotated[float, between(0, 1)] = 0.5
+
+
+@dataclass
+class Outer:
+    inner: Ranged = field(default_factory=Ranged)
+
+
+@pytest.mark.parametrize("word, message", [
+    ("inner.lr=0", "inner.lr=0.0 must be above 0"), ("inner.lr=.inf", "inner.lr=inf must be above 0"),
+    ("inner.steps=0", "inner.steps=0 must be at least 1, or null"), ("inner.share=1.5", "must be from 0 to 1")])
+def test_a_number_out_of_its_range_is_named_with_the_rule(word, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(Outer, [word])
+
+
+def test_numbers_at_the_edge_of_a_range_and_null_are_taken():
+    cfg = load_config(Outer, ["inner.lr=1e-300", "inner.steps=null", "inner.share=1"])
+    assert (cfg.inner.lr, cfg.inner.steps, cfg.inner.share) == (1e-300, None, 1.0)
+    with pytest.raises(ConfigError, match="share"):
+        check_ranges(Outer(Ranged(share=2.0)))

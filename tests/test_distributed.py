@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
-
-import distributed as D
-import model as M
+import distributed
+from engines.torch_engine import TorchEngine
+from model import load_causal_lm, make_optimizer, prepare_causal_lm
+from packing import token_logprobs
 import tiny
-from rollout import TorchEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
@@ -56,15 +56,15 @@ MASK[1, 7:] = MASK[3, 10:] = 0
 
 
 def loss_of(model, rows=slice(None)):
-    logprobs = M.token_logprobs(model, TOKENS[rows], MASK[rows])
+    logprobs = token_logprobs(model, TOKENS[rows], MASK[rows])
     return -(logprobs * MASK[rows][:, 1:]).sum() / float(MASK[:, 1:].sum())
 
 
 def trained(folder, steps=1, shard=None, seed=0):
     """(model, optimizer) after `steps` AdamW steps on the whole batch."""
-    model = M.load_causal_lm(folder)
-    model = model if shard is None else D.shard_model(model, shard)
-    optimizer = M.make_optimizer(model, 0.01)
+    model = load_causal_lm(folder)
+    model = model if shard is None else distributed.shard_model(model, shard)
+    optimizer = make_optimizer(model, 0.01)
     step(model, optimizer, steps)
     return model, optimizer
 
@@ -73,12 +73,12 @@ def step(model, optimizer, steps=1):
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(model).backward()
-        D.clip_grad_norm(model, 1.0)
+        distributed.clip_grad_norm(model, 1.0)
         optimizer.step()
 
 
 def weights(model) -> dict:
-    return {n: t.clone() for n, t in D.full_parameters(model)}
+    return {n: t.clone() for n, t in distributed.full_parameters(model)}
 
 
 def same(a, b, atol=0.0):
@@ -90,37 +90,37 @@ def same(a, b, atol=0.0):
 # ------------------------------------------------------------------------------------------------------ one process
 
 def test_setup_without_torchrun(where):
-    assert where == D.Dist(0, 1, torch.device("cpu"))
-    assert D.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and D.gather_objects({"a": 1}) == [{"a": 1}] and D.broadcast_object("x") == "x"
-    assert D.setup() == where  # a second call joins the same group
+    assert where == distributed.Dist(0, 1, torch.device("cpu"))
+    assert distributed.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and distributed.gather_objects({"a": 1}) == [{"a": 1}] and distributed.broadcast_object("x") == "x"
+    assert distributed.setup() == where  # a second call joins the same group
 
 
 def test_one_process_fsdp_is_the_plain_model(where, folder):
-    plain, sharded = M.load_causal_lm(folder), D.shard_model(M.load_causal_lm(folder), where)
+    plain, sharded = load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), where)
     assert any(isinstance(p, DTensor) for p in sharded.parameters())
-    for a, b in zip(M.token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True), M.token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True)):
+    for a, b in zip(token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True), token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True)):
         assert torch.equal(a, b)
     loss_of(plain).backward()
     loss_of(sharded).backward()
-    ours = {D.clean_name(n): D.full_tensor(p.grad) for n, p in sharded.named_parameters()}
+    ours = {distributed.clean_name(n): distributed.full_tensor(p.grad) for n, p in sharded.named_parameters()}
     theirs = {n: p.grad for n, p in plain.named_parameters()}
     assert max(float(g.abs().max()) for g in theirs.values()) > 0.01
     same(ours, theirs, atol=1e-7)
     # one AdamW step, with clipping by the norm that torch computes on the plain model
     norm = float(torch.cat([g.double().flatten() for g in theirs.values()]).norm())
-    optimizers = [M.make_optimizer(model, 0.01) for model in (plain, sharded)]
+    optimizers = [make_optimizer(model, 0.01) for model in (plain, sharded)]
     assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), norm / 2)) == pytest.approx(norm, rel=1e-5)
-    assert D.clip_grad_norm(sharded, norm / 2) == pytest.approx(norm, rel=1e-5)
+    assert distributed.clip_grad_norm(sharded, norm / 2) == pytest.approx(norm, rel=1e-5)
     for optimizer in optimizers:
         optimizer.step()
     same(weights(sharded), {n: p.detach() for n, p in plain.named_parameters()}, atol=1e-6)
-    assert not torch.equal(weights(sharded)["model.norm.weight"], M.load_causal_lm(folder).model.norm.weight)
+    assert not torch.equal(weights(sharded)["model.norm.weight"], load_causal_lm(folder).model.norm.weight)
 
 
 def test_bf16_compute_keeps_float32_shards(where, qwen):
-    model = D.shard_model(M.load_causal_lm(qwen), where, bf16=True)
-    exact = M.token_logprobs(M.load_causal_lm(qwen), TOKENS, MASK).detach()
-    got = M.token_logprobs(model, TOKENS, MASK)
+    model = distributed.shard_model(load_causal_lm(qwen), where, bf16=True)
+    exact = token_logprobs(load_causal_lm(qwen), TOKENS, MASK).detach()
+    got = token_logprobs(model, TOKENS, MASK)
     assert got.dtype == torch.float32 and 0 < float((got.detach() - exact).abs().max()) < 1.5
     got.sum().backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -129,18 +129,18 @@ def test_bf16_compute_keeps_float32_shards(where, qwen):
 def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(where, qwen):
     results = []
     for settings in ({}, {"gather_once": True}, {"cpu_offload": True}, {"cpu_offload": True, "gather_once": True}):
-        model = D.shard_model(M.load_causal_lm(qwen), where, **settings)
-        optimizer = M.make_optimizer(model, 0.01)
+        model = distributed.shard_model(load_causal_lm(qwen), where, **settings)
+        optimizer = make_optimizer(model, 0.01)
         for i in range(2):
             for last in (False, True):
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last or "gather_once" not in settings)
                 loss_of(model).backward()
-            D.clip_grad_norm(model, 1.0)
+            distributed.clip_grad_norm(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            logprobs = M.token_logprobs(model, TOKENS, MASK)  # gathered again, and given back by what follows
+            logprobs = token_logprobs(model, TOKENS, MASK)  # gathered again, and given back by what follows
         results.append({"logprobs": logprobs} | weights(model))
         assert all(isinstance(p, DTensor) for p in model.parameters())
     for other in results[1:]:
@@ -148,14 +148,14 @@ def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(where, 
 
 
 def test_full_parameters_in_another_dtype(where, qwen):
-    model = D.shard_model(M.load_causal_lm(qwen), where)
-    same({n: t.to(torch.bfloat16) for n, t in D.full_parameters(model)}, dict(D.full_parameters(model, torch.bfloat16)))
+    model = distributed.shard_model(load_causal_lm(qwen), where)
+    same({n: t.to(torch.bfloat16) for n, t in distributed.full_parameters(model)}, dict(distributed.full_parameters(model, torch.bfloat16)))
 
 
 def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(where, folder):
-    names = [n for n, _ in M.load_causal_lm(folder).named_parameters()]
+    names = [n for n, _ in load_causal_lm(folder).named_parameters()]
     on_disk = load_file(os.path.join(folder, "model.safetensors"))
-    model = D.shard_model(M.load_causal_lm(folder, gradient_checkpointing=True), where)
+    model = distributed.shard_model(load_causal_lm(folder, gradient_checkpointing=True), where)
     got = weights(model)
     assert list(got) == names and ("lm_head.weight" in got) == (not model.config.tie_word_embeddings)
     same(got, {n: on_disk[n] for n in names})
@@ -172,65 +172,65 @@ def test_buffers_of_a_checkpoint_are_exported_and_synced(where, tmp_path):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     with torch.no_grad():
         model.get_buffer(bias).copy_(torch.tensor([0.5, -1.0, 2.0, 0.25]))
-    model = D.shard_model(M.prepare_causal_lm(model), where)
-    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "out"))
-    assert torch.equal(M.load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias))
-    engine = TorchEngine(M.prepare_causal_lm(DeepseekV3ForCausalLM(config)), [2], 0)
-    engine.sync_weights(D.full_parameters(model))
+    model = distributed.shard_model(prepare_causal_lm(model), where)
+    distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "out"))
+    assert torch.equal(load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias))
+    engine = TorchEngine(prepare_causal_lm(DeepseekV3ForCausalLM(config)), [2], 0)
+    engine.sync_weights(distributed.full_parameters(model))
     assert torch.equal(engine.model.get_buffer(bias), model.get_buffer(bias))
 
 
 def test_syn_01_an_engine_with_tied_weights_gets_the_new_head(where, qwen):
-    model = D.shard_model(M.load_causal_lm(qwen), where)
+    model = distributed.shard_model(load_causal_lm(qwen), where)
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(1)
     engine = AutoModelForCausalLM.from_pretrained(qwen)
     own = dict(engine.named_parameters())
     with torch.no_grad():
-        for name, value in D.full_parameters(model):
+        for name, value in distributed.full_parameters(model):
             own[name].copy_(value)  # no missing name
     assert torch.equal(engine.lm_head.weight, engine.model.embed_tokens.weight)
     assert torch.equal(engine.lm_head.weight, load_file(os.path.join(qwen, "model.safetensors"))["model.embed_tokens.weight"] + 1)
 
 
 def test_syn_03_a_tied_parameter_counts_once_in_the_norm(where, folder):
-    for model in (M.load_causal_lm(folder), D.shard_model(M.load_causal_lm(folder), where)):
+    for model in (load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), where)):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        grad = torch.zeros_like(M.load_causal_lm(folder).model.embed_tokens.weight)
+        grad = torch.zeros_like(load_causal_lm(folder).model.embed_tokens.weight)
         grad[0, 0], grad[5, 1] = 3.0, 4.0
         p = model.get_input_embeddings().weight
         p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
-        assert D.clip_grad_norm(model, 1e9) == pytest.approx(5.0, abs=1e-6)
-        assert D.clip_grad_norm(model, 2.5) == pytest.approx(5.0, abs=1e-6)  # the norm before
-        assert float(D.full_tensor(p.grad)[5, 1]) == pytest.approx(2.0, abs=1e-5)
+        assert distributed.clip_grad_norm(model, 1e9) == pytest.approx(5.0, abs=1e-6)
+        assert distributed.clip_grad_norm(model, 2.5) == pytest.approx(5.0, abs=1e-6)  # the norm before
+        assert float(distributed.full_tensor(p.grad)[5, 1]) == pytest.approx(2.0, abs=1e-5)
 
 
 def test_syn_11_the_small_constant_is_added_once(qwen):
-    model = M.load_causal_lm(qwen)
+    model = load_causal_lm(qwen)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     model.model.norm.weight.grad[0] = 1e-6
-    assert D.clip_grad_norm(model, 1e-6) == pytest.approx(1e-6)
+    assert distributed.clip_grad_norm(model, 1e-6) == pytest.approx(1e-6)
     assert float(model.model.norm.weight.grad[0]) == pytest.approx(0.5e-6, rel=0.02)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_gradients_are_reported_and_left_alone(where, qwen, bad):
-    model = D.shard_model(M.load_causal_lm(qwen), where)
+    model = distributed.shard_model(load_causal_lm(qwen), where)
     loss_of(model).backward()
     grad = model.model.layers[0].mlp.up_proj.weight.grad
     with torch.no_grad():
         (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = bad
-    before = {n: D.full_tensor(p.grad).clone() for n, p in model.named_parameters()}
-    norm = D.clip_grad_norm(model, 0.1)
+    before = {n: distributed.full_tensor(p.grad).clone() for n, p in model.named_parameters()}
+    norm = distributed.clip_grad_norm(model, 0.1)
     assert norm != norm or norm == float("inf")
     for n, p in model.named_parameters():
-        torch.testing.assert_close(D.full_tensor(p.grad), before[n], atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(distributed.full_tensor(p.grad), before[n], atol=0, rtol=0, equal_nan=True)
 
 
 def test_without_gradients_the_norm_is_zero(qwen):
-    assert D.clip_grad_norm(M.load_causal_lm(qwen), 1.0) == 0.0
+    assert distributed.clip_grad_norm(load_causal_lm(qwen), 1.0) == 0.0
 
 
 @pytest.mark.parametrize("name, clean", [
@@ -242,13 +242,13 @@ def test_without_gradients_the_norm_is_zero(qwen):
     ("model.layers.0._orig_mod._checkpoint_wrapped_module.x", "model.layers.0.x"), ("submodule.x", "submodule.x"),
     ("model.my_orig_mod.x", "model.my_orig_mod.x"), ("model.base_model.model.x", "model.base_model.model.x")])
 def test_names(name, clean):
-    assert D.clean_name(name) == clean == D.clean_name(clean)
+    assert distributed.clean_name(name) == clean == distributed.clean_name(clean)
 
 
 def test_ckp_12_a_compiled_models_names_load_into_a_plain_one(qwen):
     wrapped = torch.nn.Module()
-    wrapped.add_module("_orig_mod", M.load_causal_lm(qwen))
-    state = dict(D.full_parameters(wrapped))
+    wrapped.add_module("_orig_mod", load_causal_lm(qwen))
+    state = dict(distributed.full_parameters(wrapped))
     plain = tiny.tiny_lm(seed=9)
     missing, unexpected = plain.load_state_dict(state, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected  # tied: the one name for two
@@ -264,7 +264,7 @@ def test_resume_is_bit_equal(where, folder, tmp_path):
     torch.manual_seed(5)
     random.seed(5)
     model, optimizer = trained(folder, 2, where)
-    path = D.save_checkpoint(str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"})
+    path = distributed.save_checkpoint(str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"})
     assert path == str(tmp_path / "checkpoint_000002")
     saved, draws = weights(model), rng_draws()
     step(model, optimizer, 2)
@@ -272,9 +272,9 @@ def test_resume_is_bit_equal(where, folder, tmp_path):
 
     other, fresh = trained(folder, 0, where)
     torch.manual_seed(99)
-    found = D.latest_checkpoint(str(tmp_path))
+    found = distributed.latest_checkpoint(str(tmp_path))
     assert found == (path, {"step": 2, "world": 1, "best": 0.5, "note": "é"})
-    D.load_checkpoint(path, other, fresh)
+    distributed.load_checkpoint(path, other, fresh)
     same(weights(other), saved)
     assert rng_draws() == draws
     step(other, fresh, 2)
@@ -284,14 +284,14 @@ def test_resume_is_bit_equal(where, folder, tmp_path):
 
 def test_optimizer_moments_are_restored_not_only_weights(where, qwen, tmp_path):
     model, optimizer = trained(qwen, 3, where)
-    path = D.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
+    path = distributed.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
     other, fresh = trained(qwen, 1, where)
-    D.load_checkpoint(path, other, fresh)
+    distributed.load_checkpoint(path, other, fresh)
     for p, q in zip(model.parameters(), other.parameters()):
         a, b = optimizer.state[p], fresh.state[q]
         assert float(a["step"]) == float(b["step"]) == 3
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(D.full_tensor(a[key]), D.full_tensor(b[key])) and D.full_tensor(a[key]).any()
+            assert torch.equal(distributed.full_tensor(a[key]), distributed.full_tensor(b[key])) and distributed.full_tensor(a[key]).any()
 
 
 def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp_path):
@@ -302,11 +302,11 @@ def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp
 
     model, optimizer = trained(folder, 3, where)
     look(model)
-    path = D.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
+    path = distributed.save_checkpoint(str(tmp_path), 3, model, optimizer, {})
     assert len(optimizer.state) == len(list(model.parameters()))
     other, fresh = trained(folder, 0, where)
     look(other)
-    D.load_checkpoint(path, other, fresh)
+    distributed.load_checkpoint(path, other, fresh)
     assert torch.equal(look(other), look(model))
     step(model, optimizer)
     step(other, fresh)
@@ -317,12 +317,12 @@ def test_a_forward_pass_without_a_backward_pass_hides_nothing(where, folder, tmp
         m.zero_grad()
         loss_of(m).backward()
         look(m)
-    assert D.clip_grad_norm(model, 1.0) == pytest.approx(D.clip_grad_norm(plain, 1.0), rel=1e-4)
+    assert distributed.clip_grad_norm(model, 1.0) == pytest.approx(distributed.clip_grad_norm(plain, 1.0), rel=1e-4)
 
 
 def test_saving_before_the_first_step_changes_nothing(where, qwen, tmp_path):
     model, optimizer = trained(qwen, 0, where)
-    D.save_checkpoint(str(tmp_path), 0, model, optimizer, {})
+    distributed.save_checkpoint(str(tmp_path), 0, model, optimizer, {})
     step(model, optimizer, 2)
     same(weights(model), weights(trained(qwen, 2, where)[0]))
 
@@ -330,7 +330,7 @@ def test_saving_before_the_first_step_changes_nothing(where, qwen, tmp_path):
 @pytest.fixture()
 def saver(where, qwen):
     model, optimizer = trained(qwen, 1, where)
-    return lambda run_dir, n, **kw: D.save_checkpoint(str(run_dir), n, model, optimizer, {"mark": n}, **kw), model, optimizer
+    return lambda run_dir, n, **kw: distributed.save_checkpoint(str(run_dir), n, model, optimizer, {"mark": n}, **kw), model, optimizer
 
 
 def names(folder):
@@ -344,7 +344,7 @@ def test_only_the_newest_are_kept_in_the_order_of_steps(saver, tmp_path):
     assert names(tmp_path) == ["checkpoint_000002", "checkpoint_000003"]
     for n in (999_999, 1_000_000, 1_000_001):  # as text, 1000000 comes before 999999
         save(tmp_path, n, keep=2)
-        assert D.latest_checkpoint(str(tmp_path))[1]["mark"] == n
+        assert distributed.latest_checkpoint(str(tmp_path))[1]["mark"] == n
     assert names(tmp_path) == ["checkpoint_1000000", "checkpoint_1000001"]
     save(tmp_path, 1_000_002, keep=1)
     assert names(tmp_path) == ["checkpoint_1000002"]
@@ -355,8 +355,8 @@ def test_the_same_step_is_replaced(saver, tmp_path):
     save(tmp_path, 1)
     step(model, optimizer)
     save(tmp_path, 1)
-    other, fresh = trained(model.config._name_or_path, 0, D.setup())
-    D.load_checkpoint(str(tmp_path / "checkpoint_000001"), other, fresh)
+    other, fresh = trained(model.config._name_or_path, 0, distributed.setup())
+    distributed.load_checkpoint(str(tmp_path / "checkpoint_000001"), other, fresh)
     same(weights(other), weights(model))
     assert names(tmp_path) == ["checkpoint_000001"]
 
@@ -364,7 +364,7 @@ def test_the_same_step_is_replaced(saver, tmp_path):
 def test_no_checkpoint_yet(where, tmp_path):
     (tmp_path / "checkpoint_12").mkdir()
     (tmp_path / "checkpoint_000012.tmp").mkdir()
-    assert D.latest_checkpoint(str(tmp_path)) is None and D.latest_checkpoint(str(tmp_path / "none")) is None
+    assert distributed.latest_checkpoint(str(tmp_path)) is None and distributed.latest_checkpoint(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize("content", ['{"step": 12', "", "[]", '{"step": 11}', "{}", None])
@@ -374,13 +374,13 @@ def test_ckp_10_corrupt_state_file(saver, tmp_path, capsys, content):
     save(tmp_path, 12)
     state = tmp_path / "checkpoint_000012" / "state.json"
     state.unlink() if content is None else state.write_text(content)
-    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 10
+    assert distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 10
     assert str(state) in capsys.readouterr().err
     save(tmp_path, 11, keep=1)  # the damaged one does not push the new one out
-    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 11
+    assert distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 11
     shutil.rmtree(tmp_path / "checkpoint_000011")
-    with pytest.raises(D.CheckpointError, match="checkpoint_000012"):  # never a silent restart at step 0
-        D.latest_checkpoint(str(tmp_path))
+    with pytest.raises(distributed.CheckpointError, match="checkpoint_000012"):  # never a silent restart at step 0
+        distributed.latest_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut", "another model"])
@@ -403,8 +403,8 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, where, qwen, tmp_
         source = str(tmp_path / "lm")
         tiny.tiny_lm(source, hidden_size=64)
     model, optimizer = trained(source, 0, where)
-    with pytest.raises(D.CheckpointError, match=str(path)):
-        D.load_checkpoint(str(path), model, optimizer)
+    with pytest.raises(distributed.CheckpointError, match=str(path)):
+        distributed.load_checkpoint(str(path), model, optimizer)
 
 
 def test_ckp_08_disk_full(saver, tmp_path, monkeypatch):
@@ -422,11 +422,11 @@ def test_ckp_08_disk_full(saver, tmp_path, monkeypatch):
             shutil.copytree(tmp_path / "checkpoint_000001", small / "checkpoint_000000", ignore=lambda *a: [n for n in a[1] if n.endswith("distcp")])
             (small / "checkpoint_000000" / "state.json").write_text('{"step": 0}')
             before = names(small)
-            with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space"):
+            with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space"):
                 save(small, 2)
-            assert names(small) == before and D.latest_checkpoint(str(small))[1]["step"] == 0
-            with pytest.raises(D.CheckpointError, match="final.*No space"):
-                D.export_hf(saver[1], tiny.tiny_tokenizer(), str(small / "final"))
+            assert names(small) == before and distributed.latest_checkpoint(str(small))[1]["step"] == 0
+            with pytest.raises(distributed.CheckpointError, match="final.*No space"):
+                distributed.export_hf(saver[1], tiny.tiny_tokenizer(), str(small / "final"))
             assert names(small) == before
         finally:
             subprocess.run(["umount", str(small)], check=True)
@@ -436,9 +436,9 @@ def test_ckp_08_disk_full(saver, tmp_path, monkeypatch):
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device", "x")
             patch.setattr(function, full)
-            with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space"):
+            with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space"):
                 save(tmp_path, 2)
-        assert names(tmp_path) == ["checkpoint_000001"] and D.latest_checkpoint(str(tmp_path))[1]["step"] == 1
+        assert names(tmp_path) == ["checkpoint_000001"] and distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 1
     save(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
 
@@ -452,30 +452,31 @@ def test_an_error_inside_torchs_own_saving_is_ours_too(saver, tmp_path, monkeypa
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device", "x")
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(D.CheckpointError, match="checkpoint_000002.*No space.*earlier checkpoints are intact"):
+    with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space.*earlier checkpoints are intact"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint_000001"]
 
 
 def test_an_unwritable_run_folder(saver, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(D.CheckpointError, match="could not be written"):
+    with pytest.raises(distributed.CheckpointError, match="could not be written"):
         saver[0](tmp_path / "file" / "run", 1)
 
 
 KILLED = """
     import os, shutil, signal, sys
     sys.path[:0] = [{root!r}, {tests!r}]
-    import torch, distributed as D, model as M
+    import torch, distributed
+    from model import load_causal_lm, make_optimizer
 
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save_and_die(when, run):
-        where = D.setup()
-        lm = D.shard_model(M.load_causal_lm({lm!r}), where)
-        optimizer = M.make_optimizer(lm, 0.01)
-        D.save_checkpoint(run, 1, lm, optimizer, {{}})
+        where = distributed.setup()
+        lm = distributed.shard_model(load_causal_lm({lm!r}), where)
+        optimizer = make_optimizer(lm, 0.01)
+        distributed.save_checkpoint(run, 1, lm, optimizer, {{}})
         rename = os.rename
         if when == "data":
             os.fsync = lambda fd: (os.ftruncate(fd, 1000), die())
@@ -483,7 +484,7 @@ KILLED = """
             os.rename = lambda a, b: die() if str(b).endswith("checkpoint_000002") else rename(a, b)
         elif when == "cleaning":
             shutil.rmtree = lambda path, **kw: (os.remove(path + "/.metadata"), die()) if os.path.isdir(path) else None
-        D.save_checkpoint(run, 2, lm, optimizer, {{}}, keep=1)
+        distributed.save_checkpoint(run, 2, lm, optimizer, {{}}, keep=1)
 
     for when in ("data", "rename", "cleaning"):
         child = os.fork()  # torch is imported once
@@ -510,19 +511,19 @@ def test_ckp_06_kill_in_the_middle_of_a_save(where, qwen, killed, saver, when, n
     run = killed / when
     left = [n for n in names(run) if n != f"checkpoint_{newest:06d}"]
     assert left and all(n.endswith(".tmp") for n in left)  # something is there, and it bears no checkpoint's name
-    found, state = D.latest_checkpoint(str(run))
+    found, state = distributed.latest_checkpoint(str(run))
     assert state["step"] == newest
     model, optimizer = trained(qwen, 0, where)
-    D.load_checkpoint(found, model, optimizer)
+    distributed.load_checkpoint(found, model, optimizer)
     saver[0](run, 3)
     assert names(run) == [f"checkpoint_{newest:06d}", "checkpoint_000003"]  # the next save sweeps it up
 
 
 def test_ckp_02_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path):
     saver[0](tmp_path, 30)
-    start = D.latest_checkpoint(str(tmp_path))[1]["step"]
+    start = distributed.latest_checkpoint(str(tmp_path))[1]["step"]
     saver[0](tmp_path, start + 10)
-    assert D.latest_checkpoint(str(tmp_path))[1]["step"] == 40
+    assert distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 40
 
 
 # ------------------------------------------------------------------------------------------------------ export
@@ -531,7 +532,7 @@ def test_export_loads_in_stock_transformers(where, folder, tmp_path):
     model, _ = trained(folder, 2, where)
     wanted = weights(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    D.export_hf(model, tokenizer, str(tmp_path / "final"))
+    distributed.export_hf(model, tokenizer, str(tmp_path / "final"))
     assert names(tmp_path) == ["final"]
     stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
     assert not any(report.values())
@@ -544,7 +545,7 @@ def test_export_loads_in_stock_transformers(where, folder, tmp_path):
     assert settings["architectures"] == [type(AutoModelForCausalLM.from_pretrained(folder)).__name__]
     assert settings["use_cache"] is True and settings["dtype"] == "float32" and settings["tie_word_embeddings"] == tied
     with torch.no_grad():
-        ours = M.token_logprobs(model, TOKENS, MASK)
+        ours = token_logprobs(model, TOKENS, MASK)
         theirs = torch.log_softmax(stock.eval()(input_ids=TOKENS[:, :-1]).logits, -1).gather(-1, TOKENS[:, 1:, None])[..., 0]
     keep = MASK[:, 1:].bool()
     torch.testing.assert_close(ours[keep], theirs[keep], atol=1e-5, rtol=0)
@@ -558,7 +559,7 @@ def test_export_dtype_leaves_the_trainer_alone(where, qwen, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.fill_(1.001)
     before = weights(model)
-    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "half"), torch.bfloat16)
+    distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "half"), torch.bfloat16)
     stored = load_file(tmp_path / "half" / "model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16} and float(stored["model.norm.weight"][0]) == 1.0
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -568,7 +569,7 @@ def test_export_dtype_leaves_the_trainer_alone(where, qwen, tmp_path):
 
 def test_export_of_an_unsharded_model_from_a_bare_config(tmp_path):
     model = tiny.tiny_lm(seed=4)  # never loaded from a folder: its config names no architecture
-    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "x"))
+    distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "x"))
     assert json.loads((tmp_path / "x" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
@@ -577,7 +578,7 @@ def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(
     model.generation_config = GenerationConfig(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[2, 4])
     with pytest.raises(ValueError):
         model.generation_config.save_pretrained(tmp_path)
-    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "x"))
+    distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "x"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     assert stock.generation_config.eos_token_id == [2, 4] and stock.generation_config.temperature == 0.6
 
@@ -587,7 +588,7 @@ def test_a_failing_export_leaves_the_previous_one(where, qwen, tmp_path, monkeyp
     model, optimizer = trained(qwen, 0, where)
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     target = tmp_path / "best"
-    D.export_hf(model, tokenizer, str(target))
+    distributed.export_hf(model, tokenizer, str(target))
     before = {n: (target / n).read_bytes() for n in names(target)}
     step(model, optimizer)
 
@@ -601,11 +602,11 @@ def test_a_failing_export_leaves_the_previous_one(where, qwen, tmp_path, monkeyp
     else:
         rename = os.rename
         monkeypatch.setattr(os, "rename", lambda a, b: full() if str(b) == str(target) and "old" not in str(a) else rename(a, b))
-    with pytest.raises(D.CheckpointError, match="best could not be written: .*No space"):
-        D.export_hf(model, tokenizer, str(target))
+    with pytest.raises(distributed.CheckpointError, match="best could not be written: .*No space"):
+        distributed.export_hf(model, tokenizer, str(target))
     monkeypatch.undo()
     assert names(tmp_path) == ["best"] and {n: (target / n).read_bytes() for n in names(target)} == before
-    D.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(target))
+    distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(target))
     assert (target / "model.safetensors").read_bytes() != before["model.safetensors"] and names(tmp_path) == ["best"]
 
 
@@ -616,30 +617,31 @@ import json, os, sys
 sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
-import distributed as D, model as M
+import distributed
+from model import load_causal_lm, make_optimizer, token_logprobs
 import test_distributed as T
 
 
 def check(where, lm, out):
     rank = where.rank
-    facts = {"rank": rank, "world": where.world, "sum": D.all_reduce_sum([rank + 1, 0.5]), "gathered": D.gather_objects(chr(97 + rank)),
-             "broadcast": D.broadcast_object({"from": rank})}
-    D.print0(f"printed by {rank}")
+    facts = {"rank": rank, "world": where.world, "sum": distributed.all_reduce_sum([rank + 1, 0.5]), "gathered": distributed.gather_objects(chr(97 + rank)),
+             "broadcast": distributed.broadcast_object({"from": rank})}
+    distributed.print0(f"printed by {rank}")
 
     # one step: each rank has half of the rows; FSDP averages gradients, so the loss is multiplied by the world size
-    model = D.shard_model(M.load_causal_lm(lm), where)
-    optimizer = M.make_optimizer(model, 0.01)
+    model = distributed.shard_model(load_causal_lm(lm), where)
+    optimizer = make_optimizer(model, 0.01)
     mine = slice(2 * rank, 2 * rank + 2)
     (T.loss_of(model, mine) * where.world).backward()
-    grads = {D.clean_name(n): D.full_tensor(p.grad) for n, p in model.named_parameters()}
-    facts["norm"] = D.clip_grad_norm(model, 0.5)
+    grads = {distributed.clean_name(n): distributed.full_tensor(p.grad) for n, p in model.named_parameters()}
+    facts["norm"] = distributed.clip_grad_norm(model, 0.5)
     optimizer.step()
     stepped = T.weights(model)
     with torch.no_grad():
-        logprobs = M.token_logprobs(model, T.TOKENS[mine], T.MASK[mine])
+        logprobs = token_logprobs(model, T.TOKENS[mine], T.MASK[mine])
     if rank == 0:
         torch.save({"grads": grads, "stepped": stepped}, out + "/step.pt")
-    facts["logprobs"] = D.gather_objects(logprobs.tolist())
+    facts["logprobs"] = distributed.gather_objects(logprobs.tolist())
 
     # syn-11: the constant is added once, not once a rank
     model.reshard()
@@ -649,12 +651,12 @@ def check(where, lm, out):
     grad[0] = 1e-6
     p = model.model.norm.weight
     p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements)
-    facts["tiny norm"] = D.clip_grad_norm(model, 1e-6)
-    facts["tiny grad"] = float(D.full_tensor(p.grad)[0])
+    facts["tiny norm"] = distributed.clip_grad_norm(model, 1e-6)
+    facts["tiny grad"] = float(distributed.full_tensor(p.grad)[0])
 
     # checkpoints: written by two; written by one, loaded by two; bit-equal on the same number
     torch.manual_seed(100 + rank)
-    D.save_checkpoint(out + "/run2", 1, model, optimizer, {"mark": "two"})
+    distributed.save_checkpoint(out + "/run2", 1, model, optimizer, {"mark": "two"})
     draws = torch.rand(2).tolist()
     def further():
         optimizer.zero_grad()
@@ -662,13 +664,13 @@ def check(where, lm, out):
         optimizer.step()
         return T.weights(model)
     once = further()
-    found = D.latest_checkpoint(out + "/run2")
-    D.load_checkpoint(found[0], model, optimizer)
+    found = distributed.latest_checkpoint(out + "/run2")
+    distributed.load_checkpoint(found[0], model, optimizer)
     facts["rng"] = draws == torch.rand(2).tolist()
     twice = further()
     facts["bit equal"] = all(torch.equal(once[n], twice[n]) for n in once)
-    found = D.latest_checkpoint(out + "/run1")
-    D.load_checkpoint(found[0], model, optimizer)
+    found = distributed.latest_checkpoint(out + "/run1")
+    distributed.load_checkpoint(found[0], model, optimizer)
     facts["from one"] = found[1]
     from_one = T.weights(model)
     after = further()
@@ -676,25 +678,25 @@ def check(where, lm, out):
         torch.save({"from_one": from_one, "after": after}, out + "/from_one.pt")
 
     # many weights in a collective, or one; rows that do not divide by the ranks, or are fewer
-    whole, many = T.weights(model), D.GATHER_BYTES
-    D.GATHER_BYTES = 2000
+    whole, many = T.weights(model), distributed.GATHER_BYTES
+    distributed.GATHER_BYTES = 2000
     facts["few at a time"] = [list(whole) == list(few := T.weights(model)), all(torch.equal(whole[n], few[n]) for n in whole)]
-    D.GATHER_BYTES = many
+    distributed.GATHER_BYTES = many
     shapes = [(3, 5), (1, 4), (7,), (4, 2, 3)]
     odd = [torch.distributed.tensor.distribute_tensor(torch.randn(s), p.device_mesh, p.placements) for s in shapes]
     facts["odd rows"] = [torch.equal(x.to(dtype), y) and y.dtype == dtype for dtype in (torch.float32, torch.bfloat16)
-                         for x, y in zip([s.full_tensor() for s in odd], D.gather(odd, dtype))]
+                         for x, y in zip([s.full_tensor() for s in odd], distributed.gather(odd, dtype))]
 
     # ckp-14: ranks that see different folders; ckp-08 on one rank alone
     own = out + f"/own{rank}"
     for n in [10, 20] if rank == 0 else [10]:
         os.makedirs(own + f"/checkpoint_{n:06d}")
         json.dump({"step": n}, open(own + f"/checkpoint_{n:06d}/state.json", "w"))
-    facts["agreed"] = D.latest_checkpoint(own)[1]["step"]
+    facts["agreed"] = distributed.latest_checkpoint(own)[1]["step"]
     try:
-        D.latest_checkpoint(own if rank == 0 else out + "/nothing")
+        distributed.latest_checkpoint(own if rank == 0 else out + "/nothing")
         facts["disagreed"] = "no error"
-    except D.CheckpointError as e:
+    except distributed.CheckpointError as e:
         facts["disagreed"] = str(e)
     real = torch.save
     if rank == 1:
@@ -702,23 +704,23 @@ def check(where, lm, out):
             raise OSError(28, "No space left on device")
         torch.save = full
     try:
-        D.save_checkpoint(out + "/run2", 2, model, optimizer, {})
+        distributed.save_checkpoint(out + "/run2", 2, model, optimizer, {})
         facts["full"] = "no error"
-    except D.CheckpointError as e:
+    except distributed.CheckpointError as e:
         facts["full"] = str(e)
     torch.save = real
     facts["left"] = sorted(os.listdir(out + "/run2"))
 
     from transformers import AutoTokenizer
-    D.export_hf(model, AutoTokenizer.from_pretrained(lm), out + "/export")
+    distributed.export_hf(model, AutoTokenizer.from_pretrained(lm), out + "/export")
     facts["exported"] = os.path.exists(out + "/export/model.safetensors")  # on every rank: it returns when the folder is there
     json.dump(facts, open(out + f"/facts{rank}.json", "w"))
 
 
-where = D.setup()
+where = distributed.setup()
 for folder in sys.argv[3:]:
     check(where, folder + "/lm", folder)
-D.cleanup()
+distributed.cleanup()
 """
 
 
@@ -728,7 +730,7 @@ def torchrun(where, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     for i, family in enumerate(PAIRS):
         tiny.tiny_lm(out / str(i) / "lm", *family, seed=3)
-        D.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, where), {"mark": "one"})
+        distributed.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, where), {"mark": "one"})
     (out / "two.py").write_text(TWO)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(out / "two.py"),
                            str(ROOT), str(ROOT / "tests"), *(str(out / str(i)) for i in range(len(PAIRS)))],
@@ -755,8 +757,8 @@ def test_two_processes_talk(two, torchrun):
 
 
 def test_two_processes_take_the_step_of_one(two):
-    plain = M.load_causal_lm(str(two[1] / "lm"))
-    optimizer = M.make_optimizer(plain, 0.01)
+    plain = load_causal_lm(str(two[1] / "lm"))
+    optimizer = make_optimizer(plain, 0.01)
     loss_of(plain).backward()
     theirs = torch.load(two[1] / "step.pt")
     same(theirs["grads"], {n: p.grad for n, p in plain.named_parameters()}, atol=1e-6)
@@ -765,7 +767,7 @@ def test_two_processes_take_the_step_of_one(two):
     optimizer.step()
     same(theirs["stepped"], {n: p.detach() for n, p in plain.named_parameters()}, atol=2e-5)
     with torch.no_grad():
-        logprobs = M.token_logprobs(plain, TOKENS, MASK)
+        logprobs = token_logprobs(plain, TOKENS, MASK)
     for facts in two[0]:
         assert facts["norm"] == pytest.approx(float(norm), rel=1e-5)
         torch.testing.assert_close(torch.tensor(facts["logprobs"]).reshape(4, 11), logprobs, atol=1e-3, rtol=0)
@@ -799,9 +801,9 @@ def test_ckp_04_written_by_one_loaded_by_two(where, two):
 
 def test_ckp_04_written_by_two_loaded_by_one(where, two):
     model, optimizer = trained(str(two[1] / "lm"), 0, where)
-    path, state = D.latest_checkpoint(str(two[1] / "run2"))
+    path, state = distributed.latest_checkpoint(str(two[1] / "run2"))
     assert (state["step"], state["world"], state["mark"]) == (1, 2, "two")
-    D.load_checkpoint(path, model, optimizer)
+    distributed.load_checkpoint(path, model, optimizer)
     same(weights(model), torch.load(two[1] / "step.pt")["stepped"])
     assert all(float(s["step"]) == 1 for s in optimizer.state.values())
 
@@ -825,11 +827,11 @@ def test_two_processes_export_one_whole_model(two):
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     """A scheduler signals the processes and torchrun, which sends it to them again; a later one is meant."""
-    with D.noted_signals() as noted:
+    with distributed.noted_signals() as noted:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert noted == [signal.SIGINT] * 2
         now = time.monotonic()
-        monkeypatch.setattr(D.time, "monotonic", lambda: now + 3)
+        monkeypatch.setattr(distributed.time, "monotonic", lambda: now + 3)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

@@ -20,20 +20,25 @@ import tiny
 import torch
 from tokenizers import processors
 from transformers import AddedToken
-
+from episodes import episode
+from episodes import tools
 import config
 import data
-import distributed as D
-import episode
+import distributed
 import grpo
 import infer
-import model as M
 import reward
-import tools
+from batching import plan_updates
 from data import DataError, Question
-from episode import AgentTask, Episode, EpisodeConfig, SearchTask, run_episodes
-from retriever import BM25Retriever, RetrieverConfig
-from rollout import Rollout, RolloutError, Sampling, TorchEngine, collate_rollouts
+from engines.base import Rollout, RolloutError, Sampling
+from engines.torch_engine import TorchEngine
+from episodes.episode import AgentTask, EpisodeConfig, run_episodes, SearchTask
+from model import load_tokenizer, prepare_causal_lm
+from packing import token_logprobs
+from prompts import AGENT_INSTRUCTION, read_conversations, render_chat, search_text
+from retriever import RetrieverConfig
+from rollout import collate_rollouts
+from runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -559,7 +564,7 @@ def test_parallel_calls_share_one_turn_and_keep_their_order():
     # what the template would have written for the same messages, calls re-serialised, is the same text here
     calls = [{"function": {"name": "retrieve", "arguments": {"query": q}}} for q in ("Lima", "Ann")]
     tok = tokenizer()
-    whole = data.render_chat(tok, [*task.messages("question 0?"),
+    whole = render_chat(tok, [*task.messages("question 0?"),
                                    {"role": "assistant", "content": "both:", "tool_calls": calls},
                                    {"role": "tool", "content": "[1] Lima\nLima is the capital of Peru."},
                                    {"role": "tool", "content": "[1] Ann\nAnn wrote Dune in Lima."}], task.tools.schemas)
@@ -648,7 +653,7 @@ def test_templates_without_tools_get_them_in_words(capsys):
     task = agent_task(tok=plain)
     assert not task.native
     text = plain.decode(task.prompt("Who?"))
-    assert '"name": "retrieve"' in text and "<tool_call>" in text and data.AGENT_INSTRUCTION[:40] in text
+    assert '"name": "retrieve"' in text and "<tool_call>" in text and AGENT_INSTRUCTION[:40] in text
     (e,), _ = play(task, [call(query="Ann") + call(query="Bob"), "<answer>Lima</answer>"])
     assert injected(e)[0] == ["\n<|im_start|>user\n<tool_response>\n[1] Ann\nAnn wrote Dune in Lima.\n</tool_response>\n"
                               "<tool_response>\n[1] Bob\nBob paints red foxes.\n</tool_response><|im_end|>\n"
@@ -763,7 +768,7 @@ def test_base_models_get_one_string(tmp_path):
     e, = run_episodes(Script([THINK, ANSWER]), [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096)
     ids, mask = episode.encode_trajectory(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
     assert ids == e.prompt_ids + e.response_ids
-    shown = data.search_text("Where?", [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A."}]])
+    shown = search_text("Where?", [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A."}]])
     assert shown.endswith("\nUser: Who? Assistant: A.\nUser: Where? Assistant:")
     (tmp_path / "rules.txt").write_text("My rules.\n")
     assert search_task(instruction=str(tmp_path / "rules.txt")).messages("a")[0] == {"role": "system", "content": "My rules."}
@@ -795,10 +800,10 @@ def test_rows_that_are_no_trajectories_are_refused():
 
 
 def test_the_demo_examples_keep_the_form():
-    for conversation in data.read_conversations(str(ROOT / "demo/search_examples.jsonl")):
+    for conversation in read_conversations(str(ROOT / "demo/search_examples.jsonl")):
         assert [m["role"] for m in conversation] == ["user", "assistant"]
         assert reward.check_search_format(conversation[1]["content"])
-    for conversation in data.read_conversations(str(ROOT / "demo/agent_examples.jsonl")):
+    for conversation in read_conversations(str(ROOT / "demo/agent_examples.jsonl")):
         for m in conversation:
             for made in m.get("tool_calls", []):
                 assert not tools._check_call(made["function"], [tools.SEARCH_TOOL]).note
@@ -810,7 +815,7 @@ def test_examples_that_cannot_be_shown_are_refused(tmp_path):
                     '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}'):
         (tmp_path / "x.jsonl").write_text(content)
         with pytest.raises(DataError, match="x.jsonl:1: messages must run from a user's question"):
-            data.read_conversations(str(tmp_path / "x.jsonl"))
+            read_conversations(str(tmp_path / "x.jsonl"))
 
 
 @pytest.mark.parametrize("changes, task, reason", [
@@ -847,7 +852,7 @@ def test_episodes_of_a_real_engine_and_its_log_probabilities():
     for e in done:
         assert len(e.response_ids) == len(e.loss_mask) == len(e.logprobs)
         tokens = torch.tensor([e.prompt_ids + e.response_ids])
-        logprobs = M.token_logprobs(lm, tokens, torch.ones_like(tokens))[0, len(e.prompt_ids) - 1:]
+        logprobs = token_logprobs(lm, tokens, torch.ones_like(tokens))[0, len(e.prompt_ids) - 1:]
         mask = torch.tensor(e.loss_mask).bool()
         torch.testing.assert_close(logprobs[mask], torch.tensor(e.logprobs)[mask], atol=1e-4, rtol=1e-4)
     again, _, _ = noisy_episodes()
@@ -858,16 +863,16 @@ def test_episodes_of_a_real_engine_and_its_log_probabilities():
 def gradients(rollouts, advantages, where, **changes):
     """The full gradient of one update (nothing is stepped), and its statistics."""
     cfg = grpo.GRPOConfig(**{"kl_coef": 0.1, "entropy_coef": 0.01, "max_grad_norm": 1e9, "temperature": 1.0} | changes)
-    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
-    reference = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    reference = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
     found: dict[str, torch.Tensor] = {}
 
     class Recorder(torch.optim.SGD):
         def step(self, closure=None):
-            found.update({name: D.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
+            found.update({name: distributed.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
 
     batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0)
-    plans = grpo.plan_updates(policy, batch, cfg, where)
+    plans = plan_updates(policy, batch, cfg, where)
     grpo.add_reference(reference, plans, cfg.temperature)
     grpo.add_advantages(plans, list(advantages))
     stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), plans, cfg, where)
@@ -994,7 +999,7 @@ def test_an_mcp_server_started_by_a_command(tmp_path):
 def test_the_projects_own_server_over_http(tmp_path):
     pytest.importorskip("mcp")
     pytest.importorskip("uvicorn")
-    data.write_jsonl(str(tmp_path / "corpus.jsonl"), [{"id": k, "title": t, "text": x} for k, (t, x) in CORPUS.items()])
+    write_jsonl(str(tmp_path / "corpus.jsonl"), [{"id": k, "title": t, "text": x} for k, (t, x) in CORPUS.items()])
     server = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), f"retriever.corpus={tmp_path / 'corpus.jsonl'}", "port=0"],
                               stdout=subprocess.PIPE, text=True, env=ENV)
     try:
@@ -1017,10 +1022,10 @@ def test_the_projects_own_server_over_http(tmp_path):
 
 def write_world(folder, count=6):
     """Questions whose answer stands in the one passage that `what alpha3` finds."""
-    data.write_jsonl(folder / "corpus.jsonl", [{"id": f"p{i}", "title": f"T{i}", "text": f"alpha{i} is beta{i}"} for i in range(10)])
+    write_jsonl(folder / "corpus.jsonl", [{"id": f"p{i}", "title": f"T{i}", "text": f"alpha{i} is beta{i}"} for i in range(10)])
     for name, first in (("train", 0), ("dev", count)):
         rows = [{"id": f"{name}{i}", "question": f"what is it {first + i}", "golden_answers": [f"beta{i % 10}"]} for i in range(count)]
-        data.write_jsonl(folder / f"{name}.jsonl", rows)
+        write_jsonl(folder / f"{name}.jsonl", rows)
         (folder / f"{name}.qrels").write_text("".join(f"{name}{i} 0 p{i % 10} 1\n" for i in range(count)))
 
 
@@ -1048,7 +1053,7 @@ def write_searching_lm(folder):
             rows.append(ids + [EOS])
             masks.append(mask + [1])
         tokens = torch.tensor(rows)
-        loss = -(M.token_logprobs(model, tokens, torch.ones_like(tokens)) * torch.tensor(masks)).sum() / 600
+        loss = -(token_logprobs(model, tokens, torch.ones_like(tokens)) * torch.tensor(masks)).sum() / 600
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -1067,7 +1072,7 @@ def world(tmp_path_factory):
 def test_both_engines_give_the_same_greedy_episodes(world):
     """One greedy model, two engines: the same token lists, masks, searches and ends, and log-probabilities alike."""
     import rollout
-    tok, made = M.load_tokenizer(str(world / "lm")), []
+    tok, made = load_tokenizer(str(world / "lm")), []
     begun = ["", "<think>a", *(f"<think>a</think><search>alpha{i}" for i in range(6)), "<search>", "<answer>"]
     prompts = [[5] + tok(text)["input_ids"] for text in begun]
     for kind in ("torch", "vllm"):
@@ -1123,7 +1128,7 @@ def test_inference_refuses_what_cannot_work(world, monkeypatch):
         infer.main(infer.InferConfig(**base | {"questions": ""}))
     with pytest.raises(config.ConfigError, match="give retriever.corpus=FILE"):
         infer.main(infer.InferConfig(**base))
-    broken = search_task(Search(boom), tok=M.load_tokenizer("lm"))
+    broken = search_task(Search(boom), tok=load_tokenizer("lm"))
     monkeypatch.setattr(infer, "open_task", lambda *a: broken)
     with pytest.raises(tools.ToolsAway, match="failed in their tools"):
         infer.main(infer.InferConfig(**base, chunk=2, temperature=0.0, max_response_tokens=200))
@@ -1165,7 +1170,7 @@ def test_training_on_episodes_logs_answers_and_resumes(world):
 
 def test_training_learns_what_to_search_for_and_what_to_answer(world):
     """Every question wants beta3, which alpha3 finds: within ten steps both choices, one in ten before, are made often."""
-    data.write_jsonl(world / "same.jsonl", [{"id": f"s{i}", "question": f"what {i}", "golden_answers": ["beta3"]} for i in range(8)])
+    write_jsonl(world / "same.jsonl", [{"id": f"s{i}", "question": f"what {i}", "golden_answers": ["beta3"]} for i in range(8)])
     (world / "same.qrels").write_text("".join(f"s{i} 0 p3 1\n" for i in range(8)))
     done = run_grpo(world, "learns", "train=same.jsonl", "dev=", "qrels=[same.qrels]", "episode.gold_reward=all", "steps=10",
                     "prompts_per_step=4", "group_size=8", "warmup_steps=0", "kl_coef=0.0", "save_every=10")
@@ -1186,4 +1191,4 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
                                 (["max_prompt_tokens=1", "episode.template=base"], DataError, "every prompt is longer")):
         (world / "wrong.qrels").write_text("train0 0 p99 1\n")
         with pytest.raises(error, match=reason):
-            grpo.start(config.load_config(grpo.GRPOConfig, grpo_words("never", *more)[2:]), D.Dist(0, 1, torch.device("cpu")))
+            grpo.start(config.load_config(grpo.GRPOConfig, grpo_words("never", *more)[2:]), distributed.Dist(0, 1, torch.device("cpu")))

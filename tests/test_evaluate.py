@@ -14,25 +14,15 @@ import sys
 import numpy as np
 import pytest
 import pytrec_eval
-
-import breakdown
+from scoring import breakdown
 import evaluate
 from config import ConfigError, load_config
 from data import DataError, Turn
-from evaluate import (
-    METRICS,
-    EvaluateConfig,
-    bootstrap_interval,
-    evaluate_run,
-    paired_test,
-    read_qrels,
-    read_rewrites,
-    read_run,
-    score_run,
-    write_qrels,
-    write_run,
-)
+from evaluate import EvaluateConfig, read_rewrites
 from retriever import RetrieverConfig
+from scoring.ranking import (best_passages, bootstrap_interval, evaluate_run, METRICS, paired_test,
+                             paper_protocol, rank_results, read_qrels, read_run, score_run,
+                             write_qrels, write_run)
 
 # Evaluate cases that other test files answer.
 ELSEWHERE = {"evl-23": "tests/test_answers.py: means of EM and F1"}
@@ -406,7 +396,7 @@ def test_search_is_positional_and_does_not_search_blanks():
     retriever = WordRetriever({"p1": "marie curie born warsaw", "p2": "born in lima", "p3": "other"})
     turns = [turn("b", "?", ["p1"]), turn("a", "?", ["p2"]), turn("d", "?", ["p3"]), turn("e", "?", ["p3"])]
     run = evaluate._search(retriever, turns, ["marie curie born", "born marie curie lima", "  ", None], 100)
-    metrics = evaluate.evaluate_run(run, evaluate._gold(turns))
+    metrics = evaluate_run(run, evaluate._gold(turns))
     assert list(run) == ["b", "a", "d", "e"] and run["d"] == run["e"] == []
     assert retriever.asked == ["marie curie born", "born marie curie lima"]
     assert metrics["mrr"] == pytest.approx((1 + 0.5) / 4) and (metrics["queries"], metrics["missing"]) == (4, 2)
@@ -698,7 +688,7 @@ def test_paper_protocol_equals_its_scripts_steps(seed):
     run, qrels = random_data(seed + 40)
     unparsed = set(list(run)[::7])
     theirs_run = {
-        q: {p: 200 - i for i, (p, _) in enumerate(evaluate.rank_results(q, r)[:100], 1)}
+        q: {p: 200 - i for i, (p, _) in enumerate(rank_results(q, r)[:100], 1)}
         for q, r in run.items()
         if r and q not in unparsed
     }
@@ -712,19 +702,19 @@ def test_paper_protocol_equals_its_scripts_steps(seed):
         "R@100": round(np.mean([r["recall_100"] for r in rows]), 3),
         "queries": len(rows),
     }
-    assert evaluate.paper_protocol(score_run(run, qrels), run, unparsed) == pytest.approx(expected, abs=1e-9)
+    assert paper_protocol(score_run(run, qrels), run, unparsed) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_missing_query_inflates_the_papers_mean_and_not_ours():
     """Reference 8.4: of three queries, hits at ranks 1 and 2 and one missing: 0.75 there, 0.5 here."""
     qrels = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1}}
     run = {"a": [("x", 2.0)], "b": [("y", 2.0), ("x", 1.0)]}
-    assert evaluate.paper_protocol(score_run(run, qrels), run, set())["MRR@3"] == 0.75
+    assert paper_protocol(score_run(run, qrels), run, set())["MRR@3"] == 0.75
     assert evaluate_run(run, qrels)["mrr"] == 0.5
     deep = {"a": [(f"y{i}", 10.0 - i) for i in range(4)] + [("x", 1.0)]}  # rank 5: no MRR@3, but printed as one
-    assert evaluate.paper_protocol(score_run(deep, qrels), deep, set())["MRR@3"] == 0.2
+    assert paper_protocol(score_run(deep, qrels), deep, set())["MRR@3"] == 0.2
     assert score_run(deep, qrels)["a"]["mrr@3"] == 0.0
-    assert evaluate.paper_protocol(score_run({}, qrels), {}, set()) == {"MRR@3": 0, "NDCG@3": 0, "R@10": 0, "R@100": 0, "queries": 0}
+    assert paper_protocol(score_run({}, qrels), {}, set()) == {"MRR@3": 0, "NDCG@3": 0, "R@10": 0, "R@100": 0, "queries": 0}
 
 
 def test_both_protocols_stand_side_by_side(searched, capsys):
@@ -742,7 +732,7 @@ def test_both_protocols_stand_side_by_side(searched, capsys):
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_relevance_from_a_grade_on_equals_pytrec_eval(level):
     run, qrels = random_data(77)
-    cut = {q: dict(evaluate.rank_results(q, r)[:100]) for q, r in run.items() if r}
+    cut = {q: dict(rank_results(q, r)[:100]) for q, r in run.items() if r}
     theirs = pytrec_eval.RelevanceEvaluator(
         qrels, {"recip_rank", "recall.10", "ndcg_cut.3"}, relevance_level=level
     ).evaluate(cut)
@@ -762,14 +752,14 @@ def test_a_document_stands_where_its_best_passage_stands():
     for query in ("a", "b"):
         passages = [f"{d}-{n}" for d in documents for n in range(generator.randrange(1, 4))]
         run[query] = [(p, generator.randrange(5) / 2) for p in generator.sample(passages, len(passages))]
-    for query, results in evaluate.best_passages(run).items():
+    for query, results in best_passages(run).items():
         kept = []
-        for passage, _ in evaluate.rank_results(query, run[query]):
+        for passage, _ in rank_results(query, run[query]):
             if passage.rsplit("-", 1)[0] not in kept:
                 kept.append(passage.rsplit("-", 1)[0])
-        assert [d for d, _ in evaluate.rank_results(query, results)] == kept
+        assert [d for d, _ in rank_results(query, results)] == kept
     with pytest.raises(DataError, match="'p1' of query 'a' is not DOCUMENT-N"):
-        evaluate.best_passages({"a": [("p1", 1.0)]})
+        best_passages({"a": [("p1", 1.0)]})
 
 
 def test_documents_are_scored_from_a_run_of_passages(tmp_path, capsys):

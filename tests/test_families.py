@@ -7,11 +7,14 @@ import copy
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-
-import distributed as D
+import distributed
 import grpo
-import model as M
-from rollout import RolloutError, Sampling, TorchEngine, collate_rollouts
+from batching import plan_updates
+from engines.base import RolloutError, Sampling
+from engines.torch_engine import TorchEngine
+from model import make_optimizer, prepare_causal_lm
+from packing import token_logprobs
+from rollout import collate_rollouts
 
 SHAPE = dict(vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, eos_token_id=2, pad_token_id=0, bos_token_id=1)
@@ -59,11 +62,11 @@ def test_a_family(family):
     left = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     groups = torch.tensor([len(prompts[g]) for g in (0, 0, 1, 1)]), torch.tensor([0, 0, 1, 1])
 
-    M.prepare_causal_lm(model, family)
+    prepare_causal_lm(model, family)
     with torch.no_grad():
-        plain = M.token_logprobs(model, tokens, tokens.ne(0).long(), 0.7)
-        packed = M.token_logprobs(model, tokens, tokens.ne(0).long(), 0.7, groups=groups)
-        padded = M.token_logprobs(model, left, left.ne(0).long(), 0.7)
+        plain = token_logprobs(model, tokens, tokens.ne(0).long(), 0.7)
+        packed = token_logprobs(model, tokens, tokens.ne(0).long(), 0.7, groups=groups)
+        padded = token_logprobs(model, left, left.ne(0).long(), 0.7)
     for i, row in enumerate(expected):
         for got in (plain[i, :len(row)], packed[i, :len(row)], padded[i, longest - len(row) - 1:]):
             torch.testing.assert_close(got, row, atol=2e-5, rtol=0)
@@ -79,12 +82,12 @@ def test_an_update_sees_no_dropout_that_is_a_function(where, family):
     """Some models drop inside their forward method while in train mode: the policy would not be what sampled."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family]))
-    engine = TorchEngine(M.prepare_causal_lm(copy.deepcopy(model), family), [2], 0)
+    engine = TorchEngine(prepare_causal_lm(copy.deepcopy(model), family), [2], 0)
     rollouts = engine.generate([[7, 8, 9], [7, 9]], Sampling(n=4, temperature=1.0, max_tokens=12, seed=3))
-    policy = D.shard_model(M.prepare_causal_lm(model, family), where)
+    policy = distributed.shard_model(prepare_causal_lm(model, family), where)
     cfg = grpo.GRPOConfig(kl_coef=0.0, temperature=1.0, lr=1e-9)
     batch = collate_rollouts(rollouts, [1.0, -1.0] * 4, 0)
-    stats = grpo.update(policy, M.make_optimizer(policy, 1e-9), grpo.plan_updates(policy, batch, cfg, where), cfg, where)
+    stats = grpo.update(policy, make_optimizer(policy, 1e-9), plan_updates(policy, batch, cfg, where), cfg, where)
     assert stats["engine_gap_max"] < 1e-4 and stats["grad_norm"] > 0
 
 
@@ -92,4 +95,4 @@ def test_a_layer_that_attends_twice_is_refused_by_the_engine():
     """DiffLlama's second call would take the place of the first one's keys and values."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **SHAPE))
     with pytest.raises(RolloutError, match="attends twice in a layer"):
-        TorchEngine(M.prepare_causal_lm(model), [2], 0).generate([[7, 8, 9]], Sampling(max_tokens=4))
+        TorchEngine(prepare_causal_lm(model), [2], 0).generate([[7, 8, 9]], Sampling(max_tokens=4))

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-
-import exact
-from exact import FAILED, exact_gold_ranks, exact_search, place
+from search import exact
+from search.exact import exact_gold_ranks, exact_search, place
+from search.passages import FAILED
 
 SHAPES = [(1, 1, 8), (5, 255, 72), (64, 256, 64), (130, 1000, 768), (300, 3001, 384), (129, 257, 1024)]
 
@@ -28,7 +28,7 @@ def sorted_rank(scores: np.ndarray, golds: list[int], cutoff: int) -> int | None
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries,passages,dim", SHAPES)
 def test_kernel_counts_what_a_product_counts(queries, passages, dim):
-    import gold_ranks
+    from search import gold_ranks
     q, p = whole_numbers(queries, dim, 3, 1).cuda(), whole_numbers(passages, dim, 3, 2).cuda()
     truth = q.double() @ p.double().T
     for pick in ("some", "low", "zero"):  # low: every row of zeros beyond the last passage would count, too
@@ -47,7 +47,7 @@ def test_kernel_counts_what_a_product_counts(queries, passages, dim):
 @pytest.mark.gpu
 def test_kernel_never_places_a_gold_against_itself():
     """Every query's gold is the query itself, far above the others: one passage scores at least as high, the gold."""
-    import gold_ranks
+    from search import gold_ranks
     torch.manual_seed(0)
     for dim in (96, 384, 768):
         p = torch.randn(5000, dim, device="cuda").half()

@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-
 import config
 import data
-import distributed as D
+import distributed
 import grpo
-import model as M
+from batching import assign_groups, micro_batch_rows, plan_updates, share_rollouts
+from engines.base import Rollout
+from model import load_causal_lm, make_optimizer, prepare_causal_lm
+from packing import share_prefixes, token_logprobs
+from prompts import encode_chat, encode_example, response_text, rewrite_prompt
+from rollout import collate_rollouts
+from runs import begin_metrics, write_jsonl
 import tiny
-from rollout import Rollout, collate_rollouts
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -33,9 +37,9 @@ def write_world(folder: Path, turns: int = 16) -> None:
     corpus = [{"id": f"p{i}", "title": "", "text": f"alpha{i} is known"} for i in range(10)]
     rows = [{"query_id": f"q{i}", "conversation_id": f"c{i}", "turn": 1, "context": [["what is it", f"alpha{i % 10}"]],
              "question": "and this?", "gold_ids": [f"p{i % 10}"]} for i in range(turns)]
-    data.write_jsonl(folder / "corpus.jsonl", corpus)
-    data.write_jsonl(folder / "train.jsonl", rows)
-    data.write_jsonl(folder / "dev.jsonl", [r | {"query_id": "d" + r["query_id"], "conversation_id": "d" + r["query_id"]} for r in rows[:3]])
+    write_jsonl(folder / "corpus.jsonl", corpus)
+    write_jsonl(folder / "train.jsonl", rows)
+    write_jsonl(folder / "dev.jsonl", [r | {"query_id": "d" + r["query_id"], "conversation_id": "d" + r["query_id"]} for r in rows[:3]])
 
 
 def write_formatted_lm(folder: Path) -> None:
@@ -45,9 +49,9 @@ def write_formatted_lm(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
     for _ in range(150):
-        rows = [data.encode_example(tokenizer, prompt, data.response_text("a", f"alpha{rng.randrange(10)}"), 2)[0] for _ in range(8)]
+        rows = [encode_example(tokenizer, prompt, response_text("a", f"alpha{rng.randrange(10)}"), 2)[0] for _ in range(8)]
         tokens = torch.tensor(rows)
-        loss = -M.token_logprobs(model, tokens, torch.ones_like(tokens)).mean()
+        loss = -token_logprobs(model, tokens, torch.ones_like(tokens)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -108,15 +112,15 @@ def make_batch(seed: int = 0):
 
 def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, torch.Tensor]:
     """One `update` with an optimizer that only records: the gradient, unclipped, as full tensors."""
-    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
-    reference = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    reference = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
     found: dict[str, torch.Tensor] = {}
 
     class Recorder(torch.optim.SGD):
         def step(self, closure=None):
-            found.update({name: D.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
+            found.update({name: distributed.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
 
-    plans = grpo.plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where)
+    plans = plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where)
     grpo.add_reference(reference, plans, cfg.temperature)
     stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), plans, cfg, where)
     return found | {"stats": stats}
@@ -124,7 +128,7 @@ def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, to
 
 def updated(policy, optimizer, rollouts, advantages, cfg, where) -> dict:
     """The statistics of one `update` without a reference."""
-    return grpo.update(policy, optimizer, grpo.plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where), cfg, where)
+    return grpo.update(policy, optimizer, plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where), cfg, where)
 
 
 def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
@@ -173,20 +177,21 @@ def test_two_processes_give_the_gradient_of_one(where, tmp_path):
     single = gradients(cfg, rollouts, advantages, where)
     script = tmp_path / "two.py"
     script.write_text(f"""
-import torch, distributed as D, grpo
+import torch, distributed, grpo
+from batching import share_rollouts
 from test_grpo import make_batch, gradients
-where = D.setup()
+where = distributed.setup()
 rollouts, advantages = make_batch()
 mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - where.rank]  # 4 sequences and 3: uneven on purpose
 theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
 cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=1)
 found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
-held, origins = grpo.share_rollouts([r for r in rollouts if r.group_id == 0 or where.rank == 0], 0, where)  # two groups, and one
-exchanged = D.gather_objects([(origin, r.group_id, r.prompt_ids, r.response_ids) for origin, r in zip(origins, held)])
+held, origins = share_rollouts([r for r in rollouts if r.group_id == 0 or where.rank == 0], 0, where)  # two groups, and one
+exchanged = distributed.gather_objects([(origin, r.group_id, r.prompt_ids, r.response_ids) for origin, r in zip(origins, held)])
 if where.rank == 0:
     torch.save((found, theirs, exchanged), {str(tmp_path / "two.pt")!r})
-D.all_reduce_sum([0.0])  # nobody leaves while another still works
-D.cleanup()
+distributed.all_reduce_sum([0.0])  # nobody leaves while another still works
+distributed.cleanup()
 """)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)], env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -209,12 +214,12 @@ D.cleanup()
 
 def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
     tiny.tiny_lm(tmp_path, attention_dropout=0.1)
-    policy = D.shard_model(M.load_causal_lm(str(tmp_path)), where)
+    policy = distributed.shard_model(load_causal_lm(str(tmp_path)), where)
     batch = collate_rollouts(*make_batch(), 0)
     with torch.no_grad():
-        old = M.token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+        old = token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
         policy.train()
-        new = M.token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+        new = token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
     assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
 
 
@@ -228,11 +233,11 @@ def test_grp_35_kl_still_acts_on_flat_groups(where):
 def test_several_updates_on_a_batch_use_the_policy_before_the_first(where):
     """With updates_per_batch 2 the second share meets a moved policy: old log-probabilities come from before the first."""
     rollouts, advantages = make_batch()
-    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
     cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_tokens=40)
     stats = updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)
     assert stats["clipped"] > 0 and math.isnan(stats["kl"])  # no reference: KL is not measured, and not 0
-    policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
     cfg.updates_per_batch = 1
     assert updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)["clipped"] == 0
 
@@ -242,17 +247,17 @@ def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
     rollouts, advantages = make_batch()
     after = []
     for updates in (2, 3):
-        policy = D.shard_model(M.prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, weight_decay=0.1)
         stats = updated(policy, optimizer, rollouts[:2], advantages[:2], grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), where)
         assert stats["skipped"] == 0
-        after.append([D.full_tensor(p.detach()).clone() for p in policy.parameters()])
+        after.append([distributed.full_tensor(p.detach()).clone() for p in policy.parameters()])
     assert all(map(torch.equal, *after))
 
 
 def test_a_rank_whose_rollouts_all_failed_takes_part_without_training(where):
     cfg = grpo.GRPOConfig(kl_coef=0.5)
-    held, origins = grpo.share_rollouts(rollouts_of([(0, "x"), (0, "y")], end="engine_error"), 0, where)
+    held, origins = share_rollouts(rollouts_of([(0, "x"), (0, "y")], end="engine_error"), 0, where)
     assert origins == [(-1, 0)] and [r.loss_mask for r in held] == [[0]]
     stats = gradients(cfg, held, torch.zeros(1), where)["stats"]
     assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
@@ -262,12 +267,12 @@ def test_groups_are_dealt_out_by_tokens_and_never_split():
     rng = random.Random(0)
     for world in (1, 2, 4, 8):
         tokens = [[rng.randrange(100, 3000) for _ in range(16)] for _ in range(world)]
-        owners = grpo.assign_groups(tokens)
+        owners = assign_groups(tokens)
         assert sorted(g for own in owners for g in own) == [(r, i) for r in range(world) for i in range(16)]
         loads = [sum(tokens[r][i] for r, i in own) for own in owners]
         assert max(loads) <= 1.03 * sum(loads) / world
-    assert grpo.assign_groups([[5, 5], [5, 5]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]  # nothing moves without need
-    assert grpo.assign_groups([[9], []]) == [[(0, 0)], []]
+    assert assign_groups([[5, 5], [5, 5]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]  # nothing moves without need
+    assert assign_groups([[9], []]) == [[(0, 0)], []]
 
 
 def test_micro_batches_hold_the_budget_and_keep_groups_together():
@@ -278,10 +283,10 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
     batch = collate_rollouts(rollouts, torch.zeros(24), 0)
     lengths = [len(r.response_ids) - 1 for r in rollouts]
     for budget in (1, 30, 80, 150, 10000):
-        pieces = grpo.micro_batch_rows(batch, list(range(24)), budget)
+        pieces = micro_batch_rows(batch, list(range(24)), budget)
         assert sorted(r for p in pieces for r in p) == list(range(24))
         for piece in pieces:
-            laid_out = M.share_prefixes(batch.tokens[piece], batch.attention_mask[piece], batch.prompt_lengths[piece], batch.group_ids[piece], 1 << 60)
+            laid_out = share_prefixes(batch.tokens[piece], batch.attention_mask[piece], batch.prompt_lengths[piece], batch.group_ids[piece], 1 << 60)
             size = int((laid_out.own >= 0).sum())
             assert size <= budget or len(piece) == 1
         for g in range(6):  # a group that fits is in one piece
@@ -295,11 +300,11 @@ def test_a_non_finite_gradient_skips_the_step(where):
     model = tiny.tiny_lm(seed=1)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    policy = D.shard_model(M.prepare_causal_lm(model), where)
-    before = [D.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    stats = updated(policy, M.make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), where)
+    policy = distributed.shard_model(prepare_causal_lm(model), where)
+    before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
+    stats = updated(policy, make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), where)
     assert stats["skipped"] == 1
-    assert all(torch.equal(a.nan_to_num(), D.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
+    assert all(torch.equal(a.nan_to_num(), distributed.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
 
 
 # ------------------------------------------------------------------------------------------------------------ the scoring
@@ -326,9 +331,9 @@ def turn(i: int, golds: list[str]) -> data.Turn:
 
 
 def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one():
-    good = data.response_text("a", "alpha")
+    good = response_text("a", "alpha")
     ranker = Ranker({"alpha": 1, "beta": None})
-    rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, data.response_text("a", "beta"))])
+    rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, response_text("a", "beta"))])
     scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
     assert ranker.asked == ["alpha", "beta"]  # rew-12: the empty rewrite is not searched either
     assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
@@ -338,13 +343,13 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
 def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored(where):
     from retriever import FAILED
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
-    rollouts = rollouts_of([(0, data.response_text("t", q)) for q in "abcd"])
+    rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
     cfg = grpo.GRPOConfig()
     scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
     advantages = grpo.rollout_advantages(rollouts, scores, cfg)
     assert [a is None for a in advantages] == [False, True, False, False] and sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-6)
-    plans = grpo.plan_updates(tiny.tiny_lm(), collate_rollouts(rollouts, torch.zeros(4), 0), cfg, where)
+    plans = plan_updates(tiny.tiny_lm(), collate_rollouts(rollouts, torch.zeros(4), 0), cfg, where)
     grpo.add_advantages(plans, advantages)
     ((micro,),) = plans
     for row, mask, value in zip(micro.rows, micro.part.loss_mask, micro.part.advantages.tolist()):
@@ -354,7 +359,7 @@ def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored(where):
 
 
 def test_an_engine_error_is_left_out():
-    rollouts = rollouts_of([(0, data.response_text("t", "a"))], end="engine_error")
+    rollouts = rollouts_of([(0, response_text("t", "a"))], end="engine_error")
     assert grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
 
 
@@ -454,8 +459,8 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
 def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch):
     """Three bad steps in a row stop it, wherever the kill came; null in the log is not a number."""
     shutil.copytree(world / "whole", world / "bad")
-    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in data.begin_metrics(world / "whole/metrics.jsonl", 4)]
-    data.write_jsonl(world / "bad/metrics.jsonl", rows)
+    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 4)]
+    write_jsonl(world / "bad/metrics.jsonl", rows)
     monkeypatch.chdir(world)
     run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), where)
     grpo.resume(run)
@@ -484,7 +489,7 @@ def test_ckp_04_a_run_of_one_process_continues_on_two(world):
 def test_grpo_learns_to_name_what_is_rewarded(world):
     """One prompt, ten possible queries, one of them right: the policy finds it."""
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")][:1]
-    data.write_jsonl(world / "one.jsonl", rows)
+    write_jsonl(world / "one.jsonl", rows)
     done = run(world, "learns", "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
                "micro_batch_tokens=4096", "save_every=100", "temperature=1.0")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -503,7 +508,7 @@ def test_grpo_learns_to_name_what_is_rewarded(world):
     ("train=empty.jsonl", ["empty.jsonl"]), ("train=bad.jsonl", ["bad.jsonl:2"]), ("clip_eps=2", ["clip_eps"])])
 def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, words):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
-    data.write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
+    write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
     tiny.tiny_lm(world / "window", use_sliding_window=True, sliding_window=16)
     (world / "empty.jsonl").write_text("")
     (world / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n{broken\n")
@@ -516,13 +521,13 @@ def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, wor
 
 def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
-    data.write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
+    write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
     monkeypatch.chdir(world)
     run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), where)
     assert len(run.turns) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
     tokenizer = tiny.tiny_tokenizer()
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
-    encode = lambda t: data.encode_chat(tokenizer, data.rewrite_prompt(t))
+    encode = lambda t: encode_chat(tokenizer, rewrite_prompt(t))
     kept, prompts = grpo.encode_turns(turns, encode, len(encode(turns[0])), "x")
     assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-
 import grpo
-from grpo import aggregate, clipped_policy_loss, group_advantages, low_var_kl, loss_denominator, truncated_importance
-from rollout import sample_tokens
+from engines.torch_engine import sample_tokens
+from grpo import (aggregate, clipped_policy_loss, group_advantages, loss_denominator, low_var_kl,
+                  truncated_importance)
 
 
 

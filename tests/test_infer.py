@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny_lm, tiny_tokenizer
-
 import config
 import data
 import infer
 from distributed import Dist
-from rollout import EngineConfig, Rollout
+from engines.base import EngineConfig, Rollout
+from prompts import response_text
+from runs import changed_setting, check_settings, fingerprint, only_writer, write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Dist(0, 1, torch.device("cpu"))
@@ -26,7 +27,7 @@ ELSEWHERE = {  # cases of the area that this file does not test
 
 
 def response(rewrite, think="she = Ann"):
-    return data.response_text(think, rewrite)
+    return response_text(think, rewrite)
 
 
 class Scripted:
@@ -57,7 +58,7 @@ class Scripted:
 
 
 def write_turns(path, questions, context=()):
-    data.write_jsonl(str(path), [{"query_id": q, "conversation_id": "c" + q, "turn": 1, "context": list(context),
+    write_jsonl(str(path), [{"query_id": q, "conversation_id": "c" + q, "turn": 1, "context": list(context),
                                   "question": text, "gold_ids": ["p1"]} for q, text in questions.items()])
     return str(path)
 
@@ -151,9 +152,9 @@ def test_two_runs_never_write_the_same_output(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "question a"})
     scripted({"question a": response("a")})
     cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
-    with data.only_writer(str(tmp_path), "o.jsonl"), pytest.raises(data.DataError, match="another process is writing"):
+    with only_writer(str(tmp_path), "o.jsonl"), pytest.raises(data.DataError, match="another process is writing"):
         infer.main(cfg)
-    with data.only_writer(str(tmp_path), "other.jsonl"):
+    with only_writer(str(tmp_path), "other.jsonl"):
         assert infer.main(cfg)["lines"] == 1
 
 
@@ -167,13 +168,13 @@ def test_a_part_that_is_not_seen_is_an_error_not_a_shorter_file(lm, tmp_path):
 
 def test_settings_differ_by_content_and_in_every_part():
     before = {"model": ["a", "digest"], "betas": [0.9, 0.95], "lr": 1.0}
-    assert infer.changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
-    assert infer.changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
-    assert infer.changed_setting(before, {"betas": [0.8, 0.95]}) == "betas was [0.9, 0.95] and is [0.8, 0.95]"
+    assert changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
+    assert changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
+    assert changed_setting(before, {"betas": [0.8, 0.95]}) == "betas was [0.9, 0.95] and is [0.8, 0.95]"
 
 
 def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
-    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
+    write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
                                                   "think": "Ann", "rewrite": "when was Ann born?"}])
     cfg = infer.InferConfig(model=lm, turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}), prompt="few-shot",
                             examples=str(tmp_path / "e.jsonl"), out=str(tmp_path / "o.jsonl"))
@@ -259,11 +260,11 @@ def test_fingerprint_follows_content_not_path(tmp_path):
     for name, text in (("a", "x" * 200_000), ("b", "x" * 200_000), ("c", "x" * 199_999 + "y")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(text)
-    a, b, c = (infer.fingerprint(str(tmp_path / name)) for name in "abc")
-    assert a == b != c and infer.fingerprint("some/hub-name") == "some/hub-name" and infer.fingerprint("") == ""
+    a, b, c = (fingerprint(str(tmp_path / name)) for name in "abc")
+    assert a == b != c and fingerprint("some/hub-name") == "some/hub-name" and fingerprint("") == ""
 
 
 def test_output_of_another_tool_is_left_alone(tmp_path):
     with pytest.raises(data.DataError, match="there is output, but no .*meta.json.*choose another output$"):
-        infer.check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
+        check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
     assert os.listdir(tmp_path) == []

@@ -17,20 +17,25 @@ from test_infer import exit_status, write_turns
 from test_sft import Crash, crash_at, metrics, record
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
 import config
 import data
-import distributed as D
+import distributed
 import grpo
 import infer
-import model as M
 import sft
+from engines.base import EngineConfig, Sampling
+from lora import (adapter_base, adapter_settings, add_adapter, LoRAConfig, ModelError,
+                  starting_weights)
+from model import load_causal_lm, load_tokenizer, make_optimizer
+from packing import token_logprobs
+from prompts import encode_example, response_text
+from rollout import open_engine
+from runs import fingerprint, write_jsonl
 import tiny
-from rollout import EngineConfig, Sampling, open_engine
 
 peft = pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parent.parent
-LORA = M.LoRAConfig(r=4)
+LORA = LoRAConfig(r=4)
 TOKENS = torch.randint(5, 261, (4, 12), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(TOKENS)
 MASK[1, 7:] = MASK[3, 10:] = 0
@@ -49,8 +54,8 @@ def where(on_the_cpu):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
-        yield D.setup()
-        D.cleanup()
+        yield distributed.setup()
+        distributed.cleanup()
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=[k for k, _ in FAMILIES])
@@ -68,7 +73,7 @@ def qwen(tmp_path_factory):
 
 
 def loss_of(model, rows=slice(None)):
-    logprobs = M.token_logprobs(model, TOKENS[rows], MASK[rows])
+    logprobs = token_logprobs(model, TOKENS[rows], MASK[rows])
     return -(logprobs * MASK[rows][:, 1:]).sum() / float(MASK[:, 1:].sum())
 
 
@@ -76,26 +81,26 @@ def step(model, optimizer, steps=1):
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(model).backward()
-        D.clip_grad_norm(model, 1.0)
+        distributed.clip_grad_norm(model, 1.0)
         optimizer.step()
 
 
 def trained(folder, steps=3, shard=None, lora=LORA, **changes):
     """(model, optimizer) with an adapter that has moved."""
-    model = M.load_causal_lm(folder, lora=lora, **changes)
-    model = model if shard is None else D.shard_model(model, shard)
-    optimizer = M.make_optimizer(model, 0.01)
+    model = load_causal_lm(folder, lora=lora, **changes)
+    model = model if shard is None else distributed.shard_model(model, shard)
+    optimizer = make_optimizer(model, 0.01)
     step(model, optimizer, steps)
     return model, optimizer
 
 
 def logprobs_of(model):
     with torch.no_grad():
-        return M.token_logprobs(model, TOKENS, MASK)
+        return token_logprobs(model, TOKENS, MASK)
 
 
 def weights(model) -> dict:
-    return {n: t.clone() for n, t in D.full_parameters(model)}
+    return {n: t.clone() for n, t in distributed.full_parameters(model)}
 
 
 def greedy(model, count=24):
@@ -108,14 +113,14 @@ def test_rank_64_on_all_linear_layers_of_qwen3_4b():
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
                                              num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True))
-        M.add_adapter(model, M.LoRAConfig(r=64))
+        add_adapter(model, LoRAConfig(r=64))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 132_120_576
     assert model.peft_config["default"].lora_alpha == 128
 
 
 def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(folder):
     state = torch.get_rng_state()
-    base, model, again, other = M.load_causal_lm(folder), *(M.load_causal_lm(folder, lora=LORA, seed=s) for s in (0, 0, 1))
+    base, model, again, other = load_causal_lm(folder), *(load_causal_lm(folder, lora=LORA, seed=s) for s in (0, 0, 1))
     assert torch.equal(state, torch.get_rng_state())  # draws of its own
     assert torch.equal(logprobs_of(base), logprobs_of(model))
     a, b, c = ({n: p for n, p in m.named_parameters() if ".lora_" in n} for m in (model, again, other))
@@ -128,15 +133,15 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(folder):
 
 def test_it_computes_w_plus_scaling_b_a(folder):
     """Against the formula, written out on the plain model's weights."""
-    model, _ = trained(folder, lora=M.LoRAConfig(r=3, alpha=12))
-    plain = M.load_causal_lm(folder)
+    model, _ = trained(folder, lora=LoRAConfig(r=3, alpha=12))
+    plain = load_causal_lm(folder)
     state = dict(model.named_parameters())
     for name, p in plain.named_parameters():
         at = name.removesuffix(".weight")
         if f"{at}.lora_A.default.weight" in state:
             p.data += 4.0 * state[f"{at}.lora_B.default.weight"].data @ state[f"{at}.lora_A.default.weight"].data
     assert (logprobs_of(plain) - logprobs_of(model)).abs().max() < 1e-5
-    assert (logprobs_of(plain) - logprobs_of(M.load_causal_lm(folder))).abs().max() > 0.01
+    assert (logprobs_of(plain) - logprobs_of(load_causal_lm(folder))).abs().max() > 0.01
     merged = weights(model)
     assert list(merged) == [n for n, _ in plain.named_parameters()]
     assert all((merged[n] - p).abs().max() < 1e-6 for n, p in plain.named_parameters())
@@ -145,16 +150,16 @@ def test_it_computes_w_plus_scaling_b_a(folder):
 def test_with_the_adapter_off_it_is_the_base_exactly_and_still_trains(folder):
     model, optimizer = trained(folder)
     before = logprobs_of(model)
-    with M.starting_weights(model):
-        assert torch.equal(logprobs_of(model), logprobs_of(M.load_causal_lm(folder)))
+    with starting_weights(model):
+        assert torch.equal(logprobs_of(model), logprobs_of(load_causal_lm(folder)))
     assert torch.equal(logprobs_of(model), before)
-    with pytest.raises(ZeroDivisionError), M.starting_weights(model):
+    with pytest.raises(ZeroDivisionError), starting_weights(model):
         1 / 0
     assert torch.equal(logprobs_of(model), before) and all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
     step(model, optimizer)
     assert not torch.equal(logprobs_of(model), before)
-    plain = M.load_causal_lm(folder)
-    with M.starting_weights(plain):  # a model without one: nothing happens
+    plain = load_causal_lm(folder)
+    with starting_weights(plain):  # a model without one: nothing happens
         assert all(p.requires_grad for p in plain.parameters())
 
 
@@ -174,7 +179,7 @@ def exported(qwen, tmp_path_factory):
     """(the model with its trained adapter, the adapter's folder)."""
     model, _ = trained(qwen)
     path = str(tmp_path_factory.mktemp("adapter") / "final")
-    D.export_adapter(model, tiny.tiny_tokenizer(), path)
+    distributed.export_adapter(model, tiny.tiny_tokenizer(), path)
     return model, path
 
 
@@ -187,7 +192,7 @@ def test_peft_loads_what_is_exported(qwen, exported):
     assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM" and settings["inference_mode"] is True
     keys = list(load_file(os.path.join(path, "adapter_model.safetensors")))
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in keys and len(keys) == 28
-    assert tiny.tiny_tokenizer().get_vocab().items() <= M.load_tokenizer(path).get_vocab().items()
+    assert tiny.tiny_tokenizer().get_vocab().items() <= load_tokenizer(path).get_vocab().items()
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -201,25 +206,25 @@ def test_what_peft_exports_loads_here(qwen, tmp_path, rslora):
     theirs.save_pretrained(tmp_path / "a")
     with torch.no_grad():
         logits = theirs(TOKENS).logits
-        merged = M.load_causal_lm(str(tmp_path / "a"))
+        merged = load_causal_lm(str(tmp_path / "a"))
         assert (merged(TOKENS).logits - logits).abs().max() < 1e-5 and not any(".lora_" in n for n, _ in merged.named_parameters())
-        unmerged = M.load_causal_lm(str(tmp_path / "a"), lora=M.adapter_settings(str(tmp_path / "a")))
+        unmerged = load_causal_lm(str(tmp_path / "a"), lora=adapter_settings(str(tmp_path / "a")))
         assert torch.equal(unmerged(TOKENS).logits, logits)
-    assert M.load_tokenizer(str(tmp_path / "a")).get_vocab() == M.load_tokenizer(qwen).get_vocab()  # the base's: it has none
+    assert load_tokenizer(str(tmp_path / "a")).get_vocab() == load_tokenizer(qwen).get_vocab()  # the base's: it has none
 
 
 def test_greedy_outputs_of_merged_and_unmerged_agree(qwen, exported, tmp_path):
     model, path = exported
     for dtype in (torch.float32, torch.bfloat16):
-        D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), dtype)
+        distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), dtype)
         stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=dtype)
         assert next(stock.parameters()).dtype == dtype
-        unmerged = M.load_causal_lm(path, dtype, lora=LORA)
+        unmerged = load_causal_lm(path, dtype, lora=LORA)
         with torch.no_grad():
             a, b = stock(TOKENS).logits.float(), unmerged(TOKENS).logits.float()
         if dtype == torch.float32:
             assert (a - b).abs().max() < 1e-5
-            assert greedy(stock) == greedy(unmerged) != greedy(M.load_causal_lm(qwen))
+            assert greedy(stock) == greedy(unmerged) != greedy(load_causal_lm(qwen))
         assert (a.argmax(-1) == b.argmax(-1))[MASK.bool()].double().mean() > 0.95 and (a - b).abs().mean() < 0.05
 
 
@@ -247,8 +252,8 @@ def test_adapters_that_cannot_be_used(exported, tmp_path, change, message):
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
     path = folder / "adapter_config.json"
     path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(M.ModelError, match=message):
-        M.load_causal_lm(str(folder))
+    with pytest.raises(ModelError, match=message):
+        load_causal_lm(str(folder))
 
 
 def test_an_adapter_of_another_model_or_shape(exported, tmp_path):
@@ -257,21 +262,21 @@ def test_an_adapter_of_another_model_or_shape(exported, tmp_path):
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "wide")}))
-    with pytest.raises(M.ModelError, match="does not fit .*wide; mend base_model_name_or_path"):
-        M.load_causal_lm(str(folder))
-    for lora in (M.LoRAConfig(r=8), M.LoRAConfig(r=4, alpha=4), M.LoRAConfig(r=4, target="q_proj")):
-        with pytest.raises(M.ModelError, match="is an adapter with r=4, alpha=8 on down_proj.*; lora asks for"):
-            M.load_causal_lm(exported[1], lora=lora)
+    with pytest.raises(ModelError, match="does not fit .*wide; mend base_model_name_or_path"):
+        load_causal_lm(str(folder))
+    for lora in (LoRAConfig(r=8), LoRAConfig(r=4, alpha=4), LoRAConfig(r=4, target="q_proj")):
+        with pytest.raises(ModelError, match="is an adapter with r=4, alpha=8 on down_proj.*; lora asks for"):
+            load_causal_lm(exported[1], lora=lora)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(M.ModelError, match="holds its weights there"):
-        M.load_causal_lm(str(folder))
+    with pytest.raises(ModelError, match="holds its weights there"):
+        load_causal_lm(str(folder))
 
 
 @pytest.mark.parametrize("arguments, message", [
     (["lora.r=0"], "lora.r=0: it must be at least 1"), (["lora.r=4", "lora.dropout=1"], "below 1"), (["lora.r=4", "lora.alpha=0"], "lora.alpha=0"),
     (["lora.r=4", "lora.target=nothing"], "lora.target='nothing'"), (["lora.r=4", "lora.target=lm_head"], "names the embeddings or the head")])
 def test_bad_settings(qwen, tmp_path, capsys, arguments, message):
-    data.write_jsonl(str(tmp_path / "r.jsonl"), [record(i) for i in range(3)])
+    write_jsonl(str(tmp_path / "r.jsonl"), [record(i) for i in range(3)])
     words = ["stage=train", f"model={qwen}", f"records={tmp_path / 'r.jsonl'}", f"out={tmp_path / 'o'}", *arguments]
     status, err = exit_status(words, capsys, sft, sft.SFTConfig)
     assert status == 2 and message in err
@@ -284,17 +289,17 @@ def probe(engine):
 
 
 def test_syn_05_a_thousand_syncs_leave_the_frozen_weights_as_they_were(qwen):
-    model = M.load_causal_lm(qwen, torch.bfloat16, lora=LORA)
+    model = load_causal_lm(qwen, torch.bfloat16, lora=LORA)
     for p in model.parameters():
         if p.requires_grad:
             torch.nn.init.normal_(p, std=0.1)
     frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
     first = weights(model)
     for _ in range(1000):
-        for _ in D.full_parameters(model):
+        for _ in distributed.full_parameters(model):
             pass
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters())
-    assert all(torch.equal(value, first[n]) for n, value in D.full_parameters(model))
+    assert all(torch.equal(value, first[n]) for n, value in distributed.full_parameters(model))
     merged = {n for n, v in first.items() if v.dtype == torch.float32}
     assert len(merged) == 14 and all("proj" in n for n in merged)  # merged in float32, sent in the engine's dtype
 
@@ -304,13 +309,13 @@ def test_the_engine_follows_every_update(where, qwen):
     engine = open_engine(EngineConfig(), qwen, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"))
     seen = [probe(engine)]
     for _ in range(2):
-        engine.sync_weights(D.full_parameters(model))
+        engine.sync_weights(distributed.full_parameters(model))
         rollout = probe(engine)
         tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
         with torch.no_grad():
-            ours = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:]
-            with M.starting_weights(model):
-                base = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:]
+            ours = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:]
+            with starting_weights(model):
+                base = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:]
         engines = torch.tensor(rollout.logprobs)
         assert (ours - engines).abs().max() < 1e-4 and (base - engines).abs().mean() > 0.05
         assert all(rollout.logprobs != earlier.logprobs for earlier in seen)
@@ -320,18 +325,18 @@ def test_the_engine_follows_every_update(where, qwen):
 
 def test_an_engine_and_infer_take_an_adapters_folder(qwen, exported, tmp_path):
     model, path = exported
-    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"))
+    distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"))
     engines = [open_engine(EngineConfig(), f, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu")) for f in (path, str(tmp_path / "m"), qwen)]
     assert probe(engines[0]).response_ids == probe(engines[1]).response_ids != probe(engines[2]).response_ids
     empty = open_engine(EngineConfig(), path, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"), weights=False)
-    empty.sync_weights(D.full_parameters(model))
+    empty.sync_weights(distributed.full_parameters(model))
     assert probe(empty).response_ids == probe(engines[0]).response_ids
     turns = write_turns(tmp_path / "t.jsonl", {"q0": "who?"})
     for name, folder in (("a", path), ("b", str(tmp_path / "m"))):
         infer.main(infer.InferConfig(model=folder, turns=turns, out=str(tmp_path / f"{name}.jsonl"), max_response_tokens=8))
     rows = [[row["response"] for _, row in data.read_jsonl(str(tmp_path / f"{name}.jsonl"))] for name in "ab"]
     assert rows[0] == rows[1]
-    assert infer.fingerprint(path) != infer.fingerprint(qwen)
+    assert fingerprint(path) != fingerprint(qwen)
 
 
 def test_an_engine_that_never_gets_the_adapter_is_noticed():
@@ -348,20 +353,20 @@ def test_an_engine_that_never_gets_the_adapter_is_noticed():
 def test_vllm_gets_the_merged_weights(tmp_path):
     """On a GPU: tokens and log-probabilities of vLLM after a sync are the adapter's, not the base's."""
     tiny.tiny_lm(tmp_path / "lm", hidden_size=256, intermediate_size=512, head_dim=64)
-    model = M.load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda", lora=M.LoRAConfig(r=8))
+    model = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda", lora=LoRAConfig(r=8))
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.05)
     engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"),
                          256, dtype=torch.bfloat16, weights=False)
-    engine.sync_weights(D.full_parameters(model))
+    engine.sync_weights(distributed.full_parameters(model))
     rollout = probe(engine)
     tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids], device="cuda")
     with torch.no_grad():
-        ours = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
-        with M.starting_weights(model):
-            base = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
+        ours = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
+        with starting_weights(model):
+            base = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
     engines = torch.tensor(rollout.logprobs)
     assert (ours - engines).abs().mean() < 0.1 < 3 * (ours - engines).abs().mean() + 0.1 < (base - engines).abs().mean()
 
@@ -372,38 +377,38 @@ def test_on_a_gpu_sharded_in_bfloat16(where, tmp_path, compiled):
     """A bfloat16 base with float32 adapters under FSDP, layers compiled or not: it learns, the reference stays, the
     engine follows."""
     tiny.tiny_lm(tmp_path / "lm", hidden_size=128, intermediate_size=256)
-    model = M.load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled).to("cuda")
-    D.shard_model(model, where, bf16=True, gather_once=True)
-    base = M.load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda")
+    model = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled).to("cuda")
+    distributed.shard_model(model, where, bf16=True, gather_once=True)
+    base = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda")
     groups = (torch.full((4,), 3), torch.arange(4))
     inputs = dict(tokens=TOKENS, attention_mask=MASK, positions=MASK[:, 1:].bool(), groups=groups)
     with torch.no_grad():
-        with M.starting_weights(model):
-            start = M.token_logprobs(model, **inputs)
-        assert (start - M.token_logprobs(base, **inputs)).abs().mean() < 0.1
-    D.give_back(model)
-    optimizer, losses = M.make_optimizer(model, 0.01), []
+        with starting_weights(model):
+            start = token_logprobs(model, **inputs)
+        assert (start - token_logprobs(base, **inputs)).abs().mean() < 0.1
+    distributed.give_back(model)
+    optimizer, losses = make_optimizer(model, 0.01), []
     for _ in range(8):
         optimizer.zero_grad()
-        loss = -M.token_logprobs(model, **inputs).sum() / float(MASK[:, 1:].sum())
+        loss = -token_logprobs(model, **inputs).sum() / float(MASK[:, 1:].sum())
         loss.backward()
         losses.append(float(loss.detach()))
-        assert 0 < D.clip_grad_norm(model, 1.0) < float("inf")
+        assert 0 < distributed.clip_grad_norm(model, 1.0) < float("inf")
         optimizer.step()
     assert losses[-1] < losses[0] - 0.5 and {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    with torch.no_grad(), M.starting_weights(model):
-        assert (M.token_logprobs(model, **inputs) - start).abs().mean() < 0.01  # not a weight of it has moved
-    D.give_back(model)
+    with torch.no_grad(), starting_weights(model):
+        assert (token_logprobs(model, **inputs) - start).abs().mean() < 0.01  # not a weight of it has moved
+    distributed.give_back(model)
     engine = open_engine(EngineConfig(), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"), 256, dtype=torch.bfloat16)
     untrained = probe(engine)
-    engine.sync_weights(D.full_parameters(model, torch.bfloat16))
+    engine.sync_weights(distributed.full_parameters(model, torch.bfloat16))
     rollout = probe(engine)
     tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     with torch.no_grad():
-        ours = M.token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
+        ours = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
     assert (ours - torch.tensor(rollout.logprobs)).abs().mean() < 0.15 and rollout.response_ids != untrained.response_ids
-    D.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), torch.bfloat16)
-    D.export_adapter(model, tiny.tiny_tokenizer(), str(tmp_path / "a"))
+    distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), torch.bfloat16)
+    distributed.export_adapter(model, tiny.tiny_tokenizer(), str(tmp_path / "a"))
     result = sft.merge(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "n"), export_dtype="bfloat16"), where)
     assert result["gap"] < 0.1 and result["same"] > 0.9
 
@@ -424,18 +429,18 @@ def test_one_process_fsdp_is_the_plain_model(where, folder):
     assert list(one) == list(two) and all(torch.allclose(one[n], two[n], atol=1e-6) for n in one)
     assert len(a.state) == len(b.state) == 28  # moments of the adapter alone
     before = logprobs_of(sharded)
-    with M.starting_weights(sharded):
-        assert torch.equal(logprobs_of(sharded), logprobs_of(M.load_causal_lm(folder)))
+    with starting_weights(sharded):
+        assert torch.equal(logprobs_of(sharded), logprobs_of(load_causal_lm(folder)))
     assert torch.equal(logprobs_of(sharded), before)
 
 
 def test_the_reference_first_then_training(where, qwen):
     """FSDP takes over requires_grad at the first pass: it must not be the one with the adapter switched off."""
-    model = D.shard_model(M.load_causal_lm(qwen, lora=LORA), where, gather_once=True)
-    with M.starting_weights(model):
+    model = distributed.shard_model(load_causal_lm(qwen, lora=LORA), where, gather_once=True)
+    with starting_weights(model):
         logprobs_of(model)
-    D.give_back(model)
-    optimizer = M.make_optimizer(model, 0.01)
+    distributed.give_back(model)
+    optimizer = make_optimizer(model, 0.01)
     step(model, optimizer, 3)
     plain = trained(qwen)[0]
     one, two = weights(plain), weights(model)
@@ -444,19 +449,19 @@ def test_the_reference_first_then_training(where, qwen):
 
 def test_a_bfloat16_base_with_float32_adapters(where, qwen):
     """As on a GPU: the base is frozen in bfloat16 and stays as it is, adapters and their gradients are float32."""
-    model = D.shard_model(M.load_causal_lm(qwen, torch.bfloat16, lora=LORA), where, bf16=True)
-    frozen = {n: D.full_tensor(p.detach()).clone() for n, p in model.named_parameters() if not p.requires_grad}
+    model = distributed.shard_model(load_causal_lm(qwen, torch.bfloat16, lora=LORA), where, bf16=True)
+    frozen = {n: distributed.full_tensor(p.detach()).clone() for n, p in model.named_parameters() if not p.requires_grad}
     assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {torch.float32} != {v.dtype for v in frozen.values()}
-    optimizer = M.make_optimizer(model, 0.01)
+    optimizer = make_optimizer(model, 0.01)
     first = float(loss_of(model).detach())
     loss_of(model).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
     optimizer.zero_grad()
     step(model, optimizer, 5)
     assert float(loss_of(model).detach()) < first - 0.2
-    assert all(torch.equal(D.full_tensor(p.detach()), frozen[n]) for n, p in D._named_parameters(model) if n in frozen)
-    full = M.load_causal_lm(qwen, torch.bfloat16)
-    with M.starting_weights(model):
+    assert all(torch.equal(distributed.full_tensor(p.detach()), frozen[n]) for n, p in distributed._named_parameters(model) if n in frozen)
+    full = load_causal_lm(qwen, torch.bfloat16)
+    with starting_weights(model):
         assert (logprobs_of(model) - logprobs_of(full)).abs().max() < 1e-6
 
 
@@ -464,28 +469,30 @@ WORKER = """
 import json, os, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
-import distributed as D, model as M, tiny
+import distributed, tiny
+from lora import starting_weights
+from model import load_causal_lm, make_optimizer
 from test_lora import LORA, TOKENS, MASK, loss_of, logprobs_of, weights
 torch.set_num_threads(1)
-out, where = sys.argv[1], D.setup()
-model = D.shard_model(M.load_causal_lm(os.path.join(out, "lm"), lora=LORA), where)
-optimizer = M.make_optimizer(model, 0.01)
+out, where = sys.argv[1], distributed.setup()
+model = distributed.shard_model(load_causal_lm(os.path.join(out, "lm"), lora=LORA), where)
+optimizer = make_optimizer(model, 0.01)
 norms = []
 for _ in range(2):
     optimizer.zero_grad()
     (loss_of(model, slice(where.rank, None, 2)) * 2).backward()
-    norms.append(D.clip_grad_norm(model, 0.5))
+    norms.append(distributed.clip_grad_norm(model, 0.5))
     optimizer.step()
 state = weights(model)
-with M.starting_weights(model):
+with starting_weights(model):
     base = logprobs_of(model)
-folder = D.save_checkpoint(out, 2, model, optimizer, {{}})
-D.export_adapter(model, tiny.tiny_tokenizer(), os.path.join(out, "adapter"))
+folder = distributed.save_checkpoint(out, 2, model, optimizer, {{}})
+distributed.export_adapter(model, tiny.tiny_tokenizer(), os.path.join(out, "adapter"))
 if where.rank == 0:
     torch.save({{"weights": state, "norms": norms, "base": base, "after": logprobs_of(model)}}, os.path.join(out, "two.pt"))
 else:
     logprobs_of(model)
-D.cleanup()
+distributed.cleanup()
 """
 
 
@@ -502,26 +509,26 @@ def two(tmp_path_factory):
 
 def test_two_processes_take_the_steps_of_one(two, where):
     out, theirs = two
-    model = M.load_causal_lm(str(out / "lm"), lora=LORA)
-    optimizer, norms = M.make_optimizer(model, 0.01), []
+    model = load_causal_lm(str(out / "lm"), lora=LORA)
+    optimizer, norms = make_optimizer(model, 0.01), []
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(model).backward()
-        norms.append(D.clip_grad_norm(model, 0.5))
+        norms.append(distributed.clip_grad_norm(model, 0.5))
         optimizer.step()
     assert theirs["norms"] == pytest.approx(norms, rel=1e-4)
     ours = weights(model)
     assert list(ours) == list(theirs["weights"]) and all(torch.allclose(ours[n], v, atol=2e-5) for n, v in theirs["weights"].items())
     assert (theirs["after"] - logprobs_of(model)).abs().max() < 1e-3
-    assert (theirs["base"] - logprobs_of(M.load_causal_lm(str(out / "lm")))).abs().max() < 1e-5
-    assert (logprobs_of(M.load_causal_lm(str(out / "adapter"))) - theirs["after"]).abs().max() < 1e-4  # exported whole
+    assert (theirs["base"] - logprobs_of(load_causal_lm(str(out / "lm")))).abs().max() < 1e-5
+    assert (logprobs_of(load_causal_lm(str(out / "adapter"))) - theirs["after"]).abs().max() < 1e-4  # exported whole
 
 
 def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, where):
     out, theirs = two
-    model = D.shard_model(M.load_causal_lm(str(out / "lm"), lora=LORA, seed=9), where)
-    optimizer = M.make_optimizer(model, 0.01)
-    D.load_checkpoint(str(out / "checkpoint_000002"), model, optimizer)
+    model = distributed.shard_model(load_causal_lm(str(out / "lm"), lora=LORA, seed=9), where)
+    optimizer = make_optimizer(model, 0.01)
+    distributed.load_checkpoint(str(out / "checkpoint_000002"), model, optimizer)
     ours = weights(model)
     assert all(torch.allclose(ours[n], v, atol=1e-7) for n, v in theirs["weights"].items())
     assert all(float(s["step"]) == 2 for s in optimizer.state.values())
@@ -534,19 +541,19 @@ def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, w
 
 @pytest.fixture
 def short_prompt(monkeypatch):
-    monkeypatch.setattr(data, "INSTRUCTION", "Rewrite.")
+    monkeypatch.setattr("prompts.INSTRUCTION", "Rewrite.")
 
 
 def sft_config(lm, records, output, **changes):
     values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=1e-2, sequences_per_step=3, micro_batch_tokens=600,
-                  heldout_fraction=0.25, save_every=1, lora=M.LoRAConfig(r=4, dropout=0.1))
+                  heldout_fraction=0.25, save_every=1, lora=LoRAConfig(r=4, dropout=0.1))
     return sft.SFTConfig(**values | changes)
 
 
 def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(qwen, tmp_path, monkeypatch, short_prompt):
     """Dropout and all: a crash behind step 3, then the same numbers and the same adapter."""
     path = str(tmp_path / "r.jsonl")
-    data.write_jsonl(path, [record(i) for i in range(7)])
+    write_jsonl(path, [record(i) for i in range(7)])
     whole = sft.main(sft_config(qwen, path, tmp_path / "whole"))["train"]
     with monkeypatch.context() as patch, pytest.raises(Crash):
         crash_at(patch, 3)
@@ -561,7 +568,7 @@ def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(qwen, tmp_path
     again = sft.main(sft_config(whole["model"], path, tmp_path / "again", epochs=1, seed=0))["train"]
     assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-6)
     assert json.loads(Path(again["model"], "adapter_config.json").read_text())["base_model_name_or_path"] == qwen
-    plain = sft.main(sft_config(whole["model"], path, tmp_path / "full", epochs=1, lora=M.LoRAConfig()))["train"]  # all weights, from the merged
+    plain = sft.main(sft_config(whole["model"], path, tmp_path / "full", epochs=1, lora=LoRAConfig()))["train"]  # all weights, from the merged
     assert metrics(tmp_path / "full")[0]["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-5)
     assert Path(plain["model"], "model.safetensors").exists()
 
@@ -575,15 +582,15 @@ def world(tmp_path_factory):
     tokenizer = tiny.tiny_tokenizer()
     tokenizer.chat_template = "{{ '!' }}"  # token 5
     tokenizer.save_pretrained(folder / "lm")
-    model = M.load_causal_lm(str(folder / "lm"), lora=LORA)
-    optimizer = M.make_optimizer(model, 5e-3)
-    ids, mask = data.encode_example(tokenizer, [5], data.response_text("a", "alpha3"), 2)
+    model = load_causal_lm(str(folder / "lm"), lora=LORA)
+    optimizer = make_optimizer(model, 5e-3)
+    ids, mask = encode_example(tokenizer, [5], response_text("a", "alpha3"), 2)
     for _ in range(3):
-        logprobs = M.token_logprobs(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))
+        logprobs = token_logprobs(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))
         (-(logprobs * torch.tensor(mask)).sum() / sum(mask)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    D.export_adapter(model, tokenizer, str(folder / "sft"))
+    distributed.export_adapter(model, tokenizer, str(folder / "sft"))
     return folder
 
 
@@ -597,7 +604,7 @@ def grpo_run(world, out, model, **changes):
     try:
         return grpo.main(cfg)
     finally:
-        D.cleanup()
+        distributed.cleanup()
 
 
 def rows_of(world, out):
@@ -611,12 +618,12 @@ def test_syn_09_rl_from_an_sft_adapter_has_that_adapter_as_its_reference(world):
     assert abs(steps[0]["kl"]) < 1e-4 and steps[0]["start_gap"] == pytest.approx(steps[0]["engine_gap"], abs=1e-6)
     assert steps[-1]["kl"] > 1e-3 and steps[-1]["start_gap"] > 10 * steps[-1]["engine_gap"]
     assert all(row["engine_gap"] < 1e-3 for row in steps)
-    base, start, final = (M.load_causal_lm(str(p)) for p in (world / "lm", world / "sft", result["final"]))
-    tokens = torch.tensor([data.encode_example(tiny.tiny_tokenizer(), [5], data.response_text("a", "alpha3"), 2)[0]])
+    base, start, final = (load_causal_lm(str(p)) for p in (world / "lm", world / "sft", result["final"]))
+    tokens = torch.tensor([encode_example(tiny.tiny_tokenizer(), [5], response_text("a", "alpha3"), 2)[0]])
     one = torch.ones_like(tokens)
-    assert (M.token_logprobs(base, tokens, one) - M.token_logprobs(start, tokens, one)).abs().mean() > 0.01
-    assert (M.token_logprobs(final, tokens, one) - M.token_logprobs(start, tokens, one)).abs().mean() > 0.01
-    assert M.adapter_base(result["final"]) == str(world / "lm") == M.adapter_base(str(world / "sft"))
+    assert (token_logprobs(base, tokens, one) - token_logprobs(start, tokens, one)).abs().mean() > 0.01
+    assert (token_logprobs(final, tokens, one) - token_logprobs(start, tokens, one)).abs().mean() > 0.01
+    assert adapter_base(result["final"]) == str(world / "lm") == adapter_base(str(world / "sft"))
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "lm"), result["final"])
     assert not any(".start." in key for key in load_file(os.path.join(result["final"], "adapter_model.safetensors")))
 
@@ -636,4 +643,4 @@ def test_grpo_run_from_a_plain_model_resumes_bit_for_bit(world):
 
 def test_dropout_has_no_place_in_grpo(world):
     with pytest.raises(config.ConfigError, match="lora.dropout=0.1: .*set lora.dropout=0"):
-        grpo_run(world, "x", "lm", lora=M.LoRAConfig(r=4, dropout=0.1))
+        grpo_run(world, "x", "lm", lora=LoRAConfig(r=4, dropout=0.1))

@@ -17,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-
-import model as M
+from lora import adapter_dropout, add_adapter, LoRAConfig, ModelError
+from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, prepare_causal_lm
+from packing import token_logprobs
 import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,10 +80,10 @@ def oracle(model, rows, temperature=1.0):
 def test_equals_the_float64_loop_on_either_padding(folder, temperature):
     rows = sequences()
     logprobs, entropies = oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), rows, temperature)
-    model = M.load_causal_lm(folder)
+    model = load_causal_lm(folder)
     for side in ("right", "left"):
         with torch.no_grad():
-            got, entropy = M.token_logprobs(model, *pad(rows, side), temperature, with_entropy=True)
+            got, entropy = token_logprobs(model, *pad(rows, side), temperature, with_entropy=True)
         assert got.shape == entropy.shape == (len(rows), max(LENGTHS) - 1) and got.dtype == entropy.dtype == torch.float32
         assert torch.isfinite(got).all() and torch.isfinite(entropy).all()
         for values, wanted in ((got, logprobs), (entropy, entropies)):
@@ -92,22 +93,22 @@ def test_equals_the_float64_loop_on_either_padding(folder, temperature):
 
 
 def test_temperature_changes_the_result(qwen):
-    model, batch = M.load_causal_lm(qwen), pad(sequences(), "right")
+    model, batch = load_causal_lm(qwen), pad(sequences(), "right")
     with torch.no_grad():
-        assert (M.token_logprobs(model, *batch, 1.0) - M.token_logprobs(model, *batch, 0.7)).abs().max() > 0.1
+        assert (token_logprobs(model, *batch, 1.0) - token_logprobs(model, *batch, 0.7)).abs().max() > 0.1
     for bad in (0, -1.0):
         with pytest.raises(ValueError, match="above 0"):
-            M.token_logprobs(model, *batch, bad)
+            token_logprobs(model, *batch, bad)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_content_and_width_never_matter(folder, side):
-    rows, model = sequences(), M.load_causal_lm(folder)
+    rows, model = sequences(), load_causal_lm(folder)
     with torch.no_grad():
-        plain = real(M.token_logprobs(model, *pad(rows, side, fill=0)), rows, side)
-        eos = real(M.token_logprobs(model, *pad(rows, side, fill=2)), rows, side)  # pad = eos
+        plain = real(token_logprobs(model, *pad(rows, side, fill=0)), rows, side)
+        eos = real(token_logprobs(model, *pad(rows, side, fill=2)), rows, side)  # pad = eos
         tokens, mask = pad(rows + sequences([30], seed=9), side, fill=77)
-        wide = real(M.token_logprobs(model, tokens, mask)[:-1], rows, side)
+        wide = real(token_logprobs(model, tokens, mask)[:-1], rows, side)
     for a, b, c in zip(plain, eos, wide):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
         torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
@@ -119,22 +120,22 @@ def test_eos_inside_a_sequence_is_a_token_like_any_other(qwen, side):
     rows[1][2], rows[3][0], rows[3][-1], rows[0][5] = 2, 2, 2, 0  # eos and pad ids in the middle, and at both ends
     wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float64).eval(), rows)
     with torch.no_grad():
-        got = M.token_logprobs(M.load_causal_lm(qwen), *pad(rows, side, fill=2))
+        got = token_logprobs(load_causal_lm(qwen), *pad(rows, side, fill=2))
     for a, b in zip(real(got, rows, side), wanted):
         torch.testing.assert_close(a, torch.tensor(b), atol=2e-5, rtol=0)
 
 
 def test_positions_choose_where_the_head_runs(qwen, monkeypatch):
-    model, (tokens, mask) = M.load_causal_lm(qwen), pad(sequences(), "right")
+    model, (tokens, mask) = load_causal_lm(qwen), pad(sequences(), "right")
     keep = torch.zeros(4, 11, dtype=torch.bool)
     keep[0, 3:8] = keep[3, 10] = keep[3, 0] = True
     heads = []
     model.get_output_embeddings().register_forward_hook(lambda m, args, out: heads.append(out.shape))
     with torch.no_grad():
-        every, entropy = M.token_logprobs(model, tokens, mask, with_entropy=True)
+        every, entropy = token_logprobs(model, tokens, mask, with_entropy=True)
         heads.clear()
         for positions in (keep, keep.long()):
-            some, some_entropy = M.token_logprobs(model, tokens, mask, positions=positions, with_entropy=True)
+            some, some_entropy = token_logprobs(model, tokens, mask, positions=positions, with_entropy=True)
             torch.testing.assert_close(some, torch.where(keep, every, 0.0), atol=1e-5, rtol=0)
             torch.testing.assert_close(some_entropy, torch.where(keep, entropy, 0.0), atol=1e-5, rtol=0)
     assert sum(s[0] for s in heads) == 2 * int(keep.sum())
@@ -144,7 +145,7 @@ def test_one_predicted_position(qwen):
     rows = sequences([2, 2])
     wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float64).eval(), rows)
     with torch.no_grad():
-        got = M.token_logprobs(M.load_causal_lm(qwen), *pad(rows, "right"))
+        got = token_logprobs(load_causal_lm(qwen), *pad(rows, "right"))
     torch.testing.assert_close(got, torch.tensor(wanted), atol=2e-5, rtol=0)
 
 
@@ -159,7 +160,7 @@ def gradients(model, weights, tokens, mask, naive, positions=None):
         p = torch.log_softmax(logits.float(), -1)
         logprobs, entropy = p.gather(-1, tokens[:, 1:, None])[..., 0], -(p.exp() * p).sum(-1)
     else:
-        logprobs, entropy = M.token_logprobs(model, tokens, mask, 0.7, positions, with_entropy=True)
+        logprobs, entropy = token_logprobs(model, tokens, mask, 0.7, positions, with_entropy=True)
     ((logprobs + entropy / 7) * weights).sum().backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -177,7 +178,7 @@ def test_gradients_equal_the_plain_computation(folder, side):
     weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
     for w in real(weights, rows, side):
         w.copy_(torch.randn(len(w), generator=torch.Generator().manual_seed(len(w))))
-    model = M.load_causal_lm(folder)
+    model = load_causal_lm(folder)
     plain = gradients(model, weights, tokens, mask, naive=True)
     assert max(float(g.abs().max()) for g in plain.values()) > 0.1
     close(gradients(model, weights, tokens, mask, naive=False), plain)
@@ -186,24 +187,24 @@ def test_gradients_equal_the_plain_computation(folder, side):
 
 @pytest.mark.parametrize("chunk", [1, 3, 44])
 def test_chunks_change_nothing_and_bound_the_head(qwen, monkeypatch, chunk):
-    model, (tokens, mask) = M.load_causal_lm(qwen), pad(sequences(), "right")
+    model, (tokens, mask) = load_causal_lm(qwen), pad(sequences(), "right")
     weights = torch.randn(4, 11, generator=torch.Generator().manual_seed(1)) * mask[:, 1:]
     whole = gradients(model, weights, tokens, mask, naive=False)
     with torch.no_grad():
-        values = M.token_logprobs(model, tokens, mask)
+        values = token_logprobs(model, tokens, mask)
     rows = []
     model.get_output_embeddings().register_forward_hook(lambda m, args, out: rows.append(out.shape[:-1].numel()))
-    monkeypatch.setattr(M, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr("packing.CHUNK_TOKENS", chunk)
     close(gradients(model, weights, tokens, mask, naive=False), whole)
     assert max(rows) <= chunk and sum(rows) == 2 * 44  # once forward, once more in the backward pass
     with torch.no_grad():
-        torch.testing.assert_close(M.token_logprobs(model, tokens, mask), values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(token_logprobs(model, tokens, mask), values, atol=1e-5, rtol=0)
 
 
 def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(qwen, monkeypatch):
     """Neither saved by autograd nor returned by any operation: nothing as large as M × V exists once chunks are smaller."""
-    monkeypatch.setattr(M, "CHUNK_TOKENS", 4)
-    model, (tokens, mask) = M.load_causal_lm(qwen), pad(sequences(), "right")
+    monkeypatch.setattr("packing.CHUNK_TOKENS", 4)
+    model, (tokens, mask) = load_causal_lm(qwen), pad(sequences(), "right")
     largest, saved = [], []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -215,7 +216,7 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(qwen, monkeypatch
             return out
 
     with Watch(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        logprobs, entropy = M.token_logprobs(model, tokens, mask, with_entropy=True)
+        logprobs, entropy = token_logprobs(model, tokens, mask, with_entropy=True)
         in_forward = list(saved)
         (logprobs + entropy).sum().backward()
     assert max(largest) == 4 * 261  # 44 rows in all; (32, 261) is the head's own matrix
@@ -226,7 +227,7 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(folder
     (tokens, mask), results = pad(sequences(), "right"), []
     weights = torch.randn(4, 11, generator=torch.Generator().manual_seed(1)) * mask[:, 1:]
     for checkpointing in (False, True):
-        model = M.load_causal_lm(folder, gradient_checkpointing=checkpointing)
+        model = load_causal_lm(folder, gradient_checkpointing=checkpointing)
         model.train()  # transformers recomputes in training mode only
         calls = []
         model.model.layers[0].self_attn.register_forward_hook(lambda *a: calls.append(1))
@@ -236,8 +237,8 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(folder
 
 
 def test_nothing_to_predict_still_has_a_backward_pass(qwen):
-    model, (tokens, mask) = M.load_causal_lm(qwen), pad(sequences(), "right")
-    logprobs, entropy = M.token_logprobs(model, tokens, mask, positions=torch.zeros(4, 11), with_entropy=True)
+    model, (tokens, mask) = load_causal_lm(qwen), pad(sequences(), "right")
+    logprobs, entropy = token_logprobs(model, tokens, mask, positions=torch.zeros(4, 11), with_entropy=True)
     assert logprobs.shape == (4, 11) and not logprobs.any() and not entropy.any()
     logprobs.sum().backward()
     grads = [p.grad for n, p in model.named_parameters() if "layers" in n]
@@ -247,7 +248,7 @@ def test_nothing_to_predict_still_has_a_backward_pass(qwen):
 def test_inputs_are_not_changed(qwen):
     tokens, mask = pad(sequences(), "left")
     before = tokens.clone(), mask.clone()
-    M.token_logprobs(M.load_causal_lm(qwen), tokens, mask).sum().backward()
+    token_logprobs(load_causal_lm(qwen), tokens, mask).sum().backward()
     assert torch.equal(tokens, before[0]) and torch.equal(mask, before[1])
 
 
@@ -256,10 +257,10 @@ def test_bool_mask_and_a_row_of_padding_alone(qwen):
     for side in ("right", "left"):
         tokens, mask = pad(rows, side)
         tokens, mask = torch.cat([tokens, tokens[:1]]), torch.cat([mask, torch.zeros_like(mask[:1])])
-        model = M.load_causal_lm(qwen)
+        model = load_causal_lm(qwen)
         with torch.no_grad():
-            alone = M.token_logprobs(model, *pad(rows, side))
-        got = M.token_logprobs(model, tokens, mask.bool())
+            alone = token_logprobs(model, *pad(rows, side))
+        got = token_logprobs(model, tokens, mask.bool())
         for a, b in zip(real(got[:2], rows, side), real(alone, rows, side)):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
         assert torch.isfinite(got).all()
@@ -273,11 +274,11 @@ def test_dropout_is_forced_to_zero_in_training_mode_too(tmp_path):
     tiny.tiny_lm(tmp_path / "a", attention_dropout=0.5)
     GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(tmp_path / "b")
     for name in ("a", "b"):
-        model = M.load_causal_lm(str(tmp_path / name))
+        model = load_causal_lm(str(tmp_path / name))
         assert not model.training
         with torch.no_grad():
-            still = M.token_logprobs(model, *pad(sequences(), "right"))
-            moving = M.token_logprobs(model.train(), *pad(sequences(), "right"))
+            still = token_logprobs(model, *pad(sequences(), "right"))
+            moving = token_logprobs(model.train(), *pad(sequences(), "right"))
         torch.testing.assert_close(still, moving, atol=1e-6, rtol=0)
 
 
@@ -288,18 +289,18 @@ def test_a_family_whose_body_has_another_name(tmp_path):
     wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval(), rows)
     for side in ("right", "left"):
         with torch.no_grad():
-            got = M.token_logprobs(M.load_causal_lm(str(tmp_path)), *pad(rows, side))
+            got = token_logprobs(load_causal_lm(str(tmp_path)), *pad(rows, side))
         for a, b in zip(real(got, rows, side), wanted):
             torch.testing.assert_close(a, torch.tensor(b), atol=2e-5, rtol=0)
 
 
 def test_dtype_and_tied_weights(folder):
-    model = M.load_causal_lm(folder, dtype=torch.bfloat16)
+    model = load_causal_lm(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
     with torch.no_grad():
-        got = M.token_logprobs(model, *pad(sequences(), "right"))
-        exact = M.token_logprobs(M.load_causal_lm(folder), *pad(sequences(), "right"))
+        got = token_logprobs(model, *pad(sequences(), "right"))
+        exact = token_logprobs(load_causal_lm(folder), *pad(sequences(), "right"))
     assert got.dtype == torch.float32 and 0 < (got - exact).abs().max() < 1.5
 
 
@@ -310,10 +311,10 @@ def test_heads_that_bend_their_logits_are_refused(tmp_path, key, value, refused)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {key: value}))
     if refused:
-        with pytest.raises(M.ModelError, match=f"{key}={value}"):
-            M.load_causal_lm(str(tmp_path))
+        with pytest.raises(ModelError, match=f"{key}={value}"):
+            load_causal_lm(str(tmp_path))
     else:
-        M.load_causal_lm(str(tmp_path))
+        load_causal_lm(str(tmp_path))
 
 
 def damage(path: Path, how: str) -> None:
@@ -342,26 +343,26 @@ def damage(path: Path, how: str) -> None:
                                  "a weight lost"])
 def test_damaged_folders_are_an_error_that_names_them(qwen, tmp_path, how):
     shutil.copytree(qwen, tmp_path / "lm")
-    M.load_causal_lm(str(tmp_path / "lm"))
+    load_causal_lm(str(tmp_path / "lm"))
     damage(tmp_path / "lm", how)
-    with pytest.raises(M.ModelError, match=str(tmp_path / "lm")) as error:
-        M.load_causal_lm(str(tmp_path / "lm"))
+    with pytest.raises(ModelError, match=str(tmp_path / "lm")) as error:
+        load_causal_lm(str(tmp_path / "lm"))
     assert "\n" not in str(error.value) and error.value.exit_status == 2
 
 
 def test_paths_without_a_model(tmp_path):
     for path in ("", "no where/at all", str(tmp_path), str(tmp_path / "none")):
-        with pytest.raises(M.ModelError):
-            M.load_causal_lm(path)
-        with pytest.raises(M.ModelError):
-            M.load_tokenizer(path)
+        with pytest.raises(ModelError):
+            load_causal_lm(path)
+        with pytest.raises(ModelError):
+            load_tokenizer(path)
     tiny.tiny_encoder(tmp_path / "encoder")
-    with pytest.raises(M.ModelError, match="encoder"):  # its head would be random numbers
-        M.load_causal_lm(str(tmp_path / "encoder"))
+    with pytest.raises(ModelError, match="encoder"):  # its head would be random numbers
+        load_causal_lm(str(tmp_path / "encoder"))
 
 
 def test_tokenizer_loads(qwen):
-    assert M.load_tokenizer(qwen)("é")["input_ids"] == tiny.tiny_tokenizer()("é")["input_ids"]
+    assert load_tokenizer(qwen)("é")["input_ids"] == tiny.tiny_tokenizer()("é")["input_ids"]
 
 
 # ------------------------------------------------------------------------------------------------------ optimizer, schedule
@@ -372,22 +373,22 @@ def test_tokenizer_loads(qwen):
     ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.5 + 0.5 * math.sqrt(0.5), 0.5, 0.5 - 0.5 * math.sqrt(0.5), 0.0])])
 def test_lr_at(schedule, values):
     for step, value in enumerate(values):  # 4 warm-up steps, 8 in all
-        assert M.lr_at(step, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * value, abs=1e-12)
-    assert M.lr_at(100, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * values[-1], abs=1e-12)  # beyond the end it stays
+        assert lr_at(step, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * value, abs=1e-12)
+    assert lr_at(100, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * values[-1], abs=1e-12)  # beyond the end it stays
 
 
 def test_lr_edges():
-    assert M.lr_at(0, 1.0, 0, 5) == 1.0 and M.lr_at(0, 1.0, 1, 5) == 1.0  # no warm-up; the first step moves
-    assert M.lr_at(2, 1.0, 10, 5, "cosine") == pytest.approx(0.3)  # a warm-up longer than the run
-    assert 0 <= M.lr_at(5, 1.0, 5, 5, "linear") <= 1
+    assert lr_at(0, 1.0, 0, 5) == 1.0 and lr_at(0, 1.0, 1, 5) == 1.0  # no warm-up; the first step moves
+    assert lr_at(2, 1.0, 10, 5, "cosine") == pytest.approx(0.3)  # a warm-up longer than the run
+    assert 0 <= lr_at(5, 1.0, 5, 5, "linear") <= 1
     with pytest.raises(ValueError, match="cosin"):
-        M.lr_at(0, 1.0, 0, 5, "cosin")
+        lr_at(0, 1.0, 0, 5, "cosin")
 
 
 def test_optimizer_step_is_adamw_by_hand(qwen):
-    model = M.load_causal_lm(qwen)
+    model = load_causal_lm(qwen)
     model.model.embed_tokens.weight.requires_grad_(False)
-    optimizer = M.make_optimizer(model, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = make_optimizer(model, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     p = model.model.norm.weight
     before, grad = p.detach().clone().double(), torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
     for q in model.parameters():
@@ -427,9 +428,9 @@ print(sorted({{m for m in sys.modules}} & {{"config", "data", "distributed", "re
 def test_cuda_equals_cpu(folder):
     rows = sequences()
     with torch.no_grad():
-        here = M.token_logprobs(M.load_causal_lm(folder), *pad(rows, "right"), 0.7)
+        here = token_logprobs(load_causal_lm(folder), *pad(rows, "right"), 0.7)
         tokens, mask = (x.cuda() for x in pad(rows, "right"))
-        there = M.token_logprobs(M.load_causal_lm(folder, device="cuda"), tokens, mask, 0.7).cpu()
+        there = token_logprobs(load_causal_lm(folder, device="cuda"), tokens, mask, 0.7).cpu()
     for a, b in zip(real(here, rows, "right"), real(there, rows, "right")):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
@@ -445,15 +446,15 @@ def test_models_whose_layers_are_not_plain_attention_are_refused(kind, more):
                  num_key_value_heads=2, eos_token_id=2, pad_token_id=0, bos_token_id=1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | more))
-    with pytest.raises(M.ModelError, match="layers that are not plain attention"):
-        M.prepare_causal_lm(model, kind)
+    with pytest.raises(ModelError, match="layers that are not plain attention"):
+        prepare_causal_lm(model, kind)
 
 
 def test_only_an_adapters_dropout_can_be_on():
-    model = M.prepare_causal_lm(tiny.tiny_lm())
-    M.add_adapter(model, M.LoRAConfig(r=2, dropout=0.5))
-    M.adapter_dropout(model, True)
+    model = prepare_causal_lm(tiny.tiny_lm())
+    add_adapter(model, LoRAConfig(r=2, dropout=0.5))
+    adapter_dropout(model, True)
     on = [name for name, module in model.named_modules() if module.training]
     assert on and all("lora_dropout" in name for name in on)
-    M.adapter_dropout(model, False)
+    adapter_dropout(model, False)
     assert not any(module.training for module in model.modules())

@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-
-import model as M
+from engines.base import Rollout
+from model import prepare_causal_lm
+from packing import (BLOCK, block_mask, choose_layout, key_copies, pack, packed_logprobs,
+                     share_prefixes, token_logprobs, unique_tokens, _whole_sequences)
+from rollout import collate_rollouts
 import tiny
-from rollout import Rollout, collate_rollouts
 
 
 def batch_of(seed: int, groups: int, size: int, prompt: int, response: int, shared: int = 0):
@@ -37,10 +39,10 @@ SHAPES = [(0, 3, 4, 9, 9, 0), (1, 4, 3, 300, 40, 0), (2, 5, 3, 60, 200, 130), (3
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
     batch = batch_of(*shape)
-    layout = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60, M.BLOCK)
+    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60, BLOCK)
     width = layout.tokens.shape[1]
-    ours, dense = M.block_mask(layout, torch.device("cpu")), layout.mask[0, 0]
-    assert layout.tokens.shape[0] == 1 and width % M.BLOCK == 0
+    ours, dense = block_mask(layout, torch.device("cpu")), layout.mask[0, 0]
+    assert layout.tokens.shape[0] == 1 and width % BLOCK == 0
     pairs = torch.arange(width)
     assert torch.equal(ours.mask_mod(0, 0, pairs[:, None], pairs[None]), dense)
     theirs = create_block_mask(ours.mask_mod, 1, 1, width, width, device="cpu")
@@ -55,8 +57,8 @@ def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
 def test_every_layout_holds_each_predicting_token_at_its_position(shape):
     batch = batch_of(*shape)
     lengths = batch.attention_mask.sum(-1).tolist()
-    shared = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
-    inputs, source = M._whole_sequences(batch.tokens, [n - 1 for n in lengths])
+    shared = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
+    inputs, source = _whole_sequences(batch.tokens, [n - 1 for n in lengths])
     for tokens, positions, source in [(shared.tokens, shared.position_ids, shared.source), (inputs["input_ids"], inputs["position_ids"], source)]:
         for b, n in enumerate(lengths):
             assert torch.equal(tokens.flatten()[source[b, :n - 1]], batch.tokens[b, :n - 1])
@@ -68,50 +70,50 @@ def test_every_layout_holds_each_predicting_token_at_its_position(shape):
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
 def test_flex_attention_gives_the_padded_log_probabilities(kind):
     """Its uncompiled form, which the CPU has without a backward pass; with one on a GPU below."""
-    model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind))
+    model = prepare_causal_lm(tiny.tiny_lm(kind=kind))
     for shape in SHAPES[:3]:
         batch = batch_of(*shape)
         with torch.no_grad():
-            packed = M.pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "shared")
-            a = M.packed_logprobs(model, packed, 0.7)
-            b = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
+            packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "shared")
+            a = packed_logprobs(model, packed, 0.7)
+            b = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
         assert (a - b).abs().max() < 3e-5
 
 
 def test_keys_are_repeated_until_there_are_heads_enough():
     shapes = [(16, 2), (14, 2), (32, 8), (28, 4), (8, 8), (64, 8), (40, 8)]
-    assert [M.key_copies(*s) for s in shapes] == [8, 7, 2, 7, 1, 2, 5]
+    assert [key_copies(*s) for s in shapes] == [8, 7, 2, 7, 1, 2, 5]
 
 
 def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
-    model = M.prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
-    assert M.choose_layout(model, [700] * 16, 5000) == "dense"
+    model = prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
+    assert choose_layout(model, [700] * 16, 5000) == "dense"
     model.compute_place = torch.device("cuda"), torch.bfloat16
-    assert M.choose_layout(model, [716] * 16, 330 + 16 * 386) == "shared"
-    assert M.choose_layout(model, [400] * 8, 8 * 390) == "whole"
+    assert choose_layout(model, [716] * 16, 330 + 16 * 386) == "shared"
+    assert choose_layout(model, [400] * 8, 8 * 390) == "whole"
     model.compute_place = torch.device("cuda"), torch.float32
-    assert M.choose_layout(model, [400] * 8, 8 * 390) == "shared"
-    small = M.prepare_causal_lm(tiny.tiny_lm())  # heads of 8
+    assert choose_layout(model, [400] * 8, 8 * 390) == "shared"
+    small = prepare_causal_lm(tiny.tiny_lm())  # heads of 8
     small.compute_place = torch.device("cuda"), torch.bfloat16
-    assert M.choose_layout(small, [716] * 16, 330 + 16 * 386) == "dense"
+    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "dense"
 
 
 def test_unique_tokens_count_a_prompt_once():
     batch = batch_of(1, 3, 4, 9, 9)
-    layout = M.share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
-    assert M.unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.own >= 0).sum())
+    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
+    assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.own >= 0).sum())
 
 
 @pytest.mark.parametrize("share, recomputed", [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 4)])
 def test_a_share_of_the_layers_is_recomputed_and_changes_nothing(share, recomputed):
     results = []
     for s in (0.0, share):
-        model = M.prepare_causal_lm(tiny.tiny_lm(num_hidden_layers=4), gradient_checkpointing=s)
+        model = prepare_causal_lm(tiny.tiny_lm(num_hidden_layers=4), gradient_checkpointing=s)
         calls = []
         for layer in model.model.layers:
             layer.self_attn.register_forward_hook(lambda *a: calls.append(1))
         batch = batch_of(0, 2, 3, 9, 9)
-        M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, groups=groups_of(batch)).sum().backward()
+        token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, groups=groups_of(batch)).sum().backward()
         results.append([p.grad for p in model.parameters()])
     assert len(calls) == 4 + recomputed
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -119,8 +121,8 @@ def test_a_share_of_the_layers_is_recomputed_and_changes_nothing(share, recomput
 
 def gradients(model, batch, layout, weights):
     """Log-probabilities and gradients of a weighted sum of them; layout None: padded."""
-    packed = M.pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch) if layout else None, layout)
-    logprobs = M.packed_logprobs(model, packed, 0.7)
+    packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch) if layout else None, layout)
+    logprobs = packed_logprobs(model, packed, 0.7)
     model.zero_grad()
     (logprobs * weights).sum().backward()
     return logprobs.detach(), [p.grad.float() for p in model.parameters()]
@@ -130,10 +132,10 @@ def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
     before, seen = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
-        share = M.share_prefixes
-        monkeypatch.setattr(M, "share_prefixes", lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1])
+        share = share_prefixes
+        monkeypatch.setattr("packing.share_prefixes", lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1])
         batch = batch_of(0, 2, 3, 9, 9)
-        M.pack(M.prepare_causal_lm(tiny.tiny_lm()), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
+        pack(prepare_causal_lm(tiny.tiny_lm()), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -146,7 +148,7 @@ def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
 def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "num_attention_heads": 8} | heads
-    model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind, **shape), compiled=compiled).cuda()
+    model = prepare_causal_lm(tiny.tiny_lm(kind=kind, **shape), compiled=compiled).cuda()
     for shape in SHAPES:
         batch = batch_of(*shape)
         weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
@@ -162,8 +164,8 @@ def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled)
 def test_packed_bfloat16_on_a_gpu_is_as_near_to_float32_as_padded_bfloat16(layout, compiled, share):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 4}
-    exact = M.prepare_causal_lm(tiny.tiny_lm(**shape)).cuda()
-    model = M.prepare_causal_lm(tiny.tiny_lm(**shape), gradient_checkpointing=share, compiled=compiled).cuda().bfloat16()
+    exact = prepare_causal_lm(tiny.tiny_lm(**shape)).cuda()
+    model = prepare_causal_lm(tiny.tiny_lm(**shape), gradient_checkpointing=share, compiled=compiled).cuda().bfloat16()
     for shape in SHAPES[:4]:
         batch = batch_of(*shape)
         weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()

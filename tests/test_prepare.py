@@ -15,11 +15,11 @@ import sys
 import time
 
 import pytest
-
-import demo_data
+from demo import make as demo_data
 import prepare
-from data import DataError, read_corpus, read_examples, read_turns
+from data import DataError, read_corpus, read_turns
 from prepare import DemoConfig, ModelConfig
+from prompts import read_examples
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SPLITS = ("train", "dev", "test")

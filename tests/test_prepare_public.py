@@ -18,13 +18,13 @@ import time
 import zipfile
 
 import pytest
-
-import conversations
-import official
+from sources import conversations
+from sources import files as official
 import prepare
-from conversations import CanardConfig, Cast19Config, Cast20Config, Cast21Config, MtragConfig, QreccConfig, TopiocqaConfig
 from data import DataError, read_corpus, read_questions, read_turns
 from prepare import ParquetConfig
+from sources.conversations import (CanardConfig, Cast19Config, Cast20Config, Cast21Config,
+                                   MtragConfig, QreccConfig, TopiocqaConfig)
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 parquet_only = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -666,12 +666,12 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 import conversations, official, prepare
 def passages(path, passages, total, what):
-    with official.atomic_write(path) as f:
+    with atomic_write(path) as f:
         f.write("half")
         f.flush()
         print("writing", flush=True)
         signal.pause()
-conversations.write_corpus = passages
+write_corpus = passages
 prepare.command_line(["topiocqa", "source={raw}", "out={out}", "strict=false"])
 """
 

@@ -11,13 +11,14 @@ import os
 from pathlib import Path
 
 import pytest
-
 import evaluate
 import prepare
 import retriever
 from config import load_config
-from data import read_corpus, read_turns
+from data import Passage, read_corpus, read_turns
 from retriever import RetrieverConfig
+from scoring.ranking import evaluate_run, read_qrels, read_run, write_run
+from search.bm25 import BM25Retriever
 from test_prepare_public import (canard_rows, cast21_source, cast_source, mtrag_source, put, qrecc_source,  # noqa: F401
                                  topiocqa_source)
 from tiny import tiny_encoder
@@ -72,7 +73,7 @@ def test_from_the_official_files_to_a_metric(tmp_path, request, capsys, encoder,
                  f"documents={str(name == 'cast21').lower()}", f"out={tmp_path}/evaluation/{split}"]
         line = evaluate.main(load_config(evaluate.EvaluateConfig, words))
         oracle = line["systems"][split]
-        assert oracle["queries"] == len(turns) == len(evaluate.read_qrels(f"{out}/{split}.qrels"))
+        assert oracle["queries"] == len(turns) == len(read_qrels(f"{out}/{split}.qrels"))
         found = len(texts) / len(turns)
         # the words of the passage rank it first, but where a twin or a shorter passage of the same words stands beside it
         assert oracle["recall@10"] > 0 and oracle["mrr"] <= found + 1e-9
@@ -176,7 +177,7 @@ def test_reward_and_evaluation_cut_texts_alike():
     assert GRPOConfig().retriever == evaluate.EvaluateConfig().retriever
     assert GRPOConfig().max_response_tokens == InferConfig().max_response_tokens
     assert GRPOConfig().max_prompt_tokens == InferConfig().max_prompt_tokens
-    bm25 = retriever.BM25Retriever([retriever.Passage("a", "", "needle"), retriever.Passage("b", "", "hay")], query_words=3)
+    bm25 = BM25Retriever([Passage("a", "", "needle"), Passage("b", "", "hay")], query_words=3)
     for query, hit in (("x y needle", True), ("x y z needle", False)):  # the words that are cut off count nowhere
         assert (bm25.gold_ranks([query], [["a"]]) == [1]) == hit == bool(bm25.search([query], 10)[0])
 
@@ -198,11 +199,11 @@ def test_a_failing_index_build_leaves_the_index_that_was_there(tmp_path, encoder
 
 def test_a_run_is_never_padded(tmp_path):
     """A query with two hits has two lines; a passage that is called 0 is a passage like any other."""
-    bm25 = retriever.BM25Retriever([retriever.Passage(str(i), "", t) for i, t in enumerate(["red", "blue sea", "blue"])])
+    bm25 = BM25Retriever([Passage(str(i), "", t) for i, t in enumerate(["red", "blue sea", "blue"])])
     run = {"q": bm25.search(["blue"], 100)[0], "none": bm25.search(["green"], 100)[0]}
-    evaluate.write_run(f"{tmp_path}/run", run)
+    write_run(f"{tmp_path}/run", run)
     assert [line.split()[2] for line in Path(f"{tmp_path}/run").read_text().splitlines()] == ["2", "1"]
-    metrics = evaluate.evaluate_run(evaluate.read_run(f"{tmp_path}/run"), {"q": {"0": 1}, "none": {"0": 1}})
+    metrics = evaluate_run(read_run(f"{tmp_path}/run"), {"q": {"0": 1}, "none": {"0": 1}})
     assert metrics["recall@100"] == 0.0 and metrics["missing"] == 1
 
 

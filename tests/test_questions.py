@@ -14,15 +14,16 @@ import sys
 import tracemalloc
 
 import pytest
-
+from sources import questions
 import evaluate
-import questions
 import retriever
 from data import DataError, read_corpus, read_questions
-from evaluate import EvaluateConfig, read_qrels
-from questions import (BamboogleConfig, ChunkConfig, FlashragConfig, HotpotqaConfig, MultihopragConfig, MusiqueConfig,
-                       TwowikiConfig, Wiki18Config)
+from evaluate import EvaluateConfig
 from retriever import RetrieverConfig
+from scoring.ranking import read_qrels
+from sources.files import squeeze
+from sources.questions import (BamboogleConfig, ChunkConfig, FlashragConfig, HotpotqaConfig,
+                               MultihopragConfig, MusiqueConfig, TwowikiConfig, Wiki18Config)
 from tiny import tiny_tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -484,7 +485,7 @@ def test_multihoprag_without_context_and_whole_documents(tmp_path):
                             test_questions=4, dev_percent=40)
     result = questions.multihoprag(cfg)
     assert [(p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == [
-        (questions.squeeze(a["title"]), a["body"]) for a in ARTICLES]
+        (squeeze(a["title"]), a["body"]) for a in ARTICLES]
     assert result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4
 
 

@@ -13,11 +13,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_trajectory_sft import agent_row, call, conversation
-
+from test_trajectory_sft import agent_row, call, conversation  # noqa: F401  a fixture
+from episodes import trajectories
 import data
 import report
-import trajectories
+from config import run as run_entry
+from runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -111,7 +112,7 @@ def test_boxes_hold_what_the_original_shows():
 def test_files_filters_and_exports(tmp_path, capsys):
     rows = many() + [agent_row(77)]
     path = tmp_path / "run" / "trajectory.jsonl"
-    data.write_jsonl(str(path), rows)
+    write_jsonl(str(path), rows)
     result = report.main(report.ReportConfig(trajectories=str(path), success="f1", export=["openai", "swift"]))
     out = path.parent
     assert result["total"] == 61 and result["kept"] == result["success"] and sorted(result["files"]) == sorted(set(os.listdir(out)) - {"trajectory.jsonl"})
@@ -135,14 +136,14 @@ def test_files_filters_and_exports(tmp_path, capsys):
 def test_questions_bring_types_and_what_is_missing(tmp_path):
     rows = [agent_row(i) for i in range(4)]
     path, questions = tmp_path / "t.jsonl", tmp_path / "q.jsonl"
-    data.write_jsonl(str(path), rows)
-    data.write_jsonl(str(questions), [{"id": f"q{i}", "question": "x", "golden_answers": ["y"], "metadata": {"type": "ab"[i // 3]}} for i in range(6)])
+    write_jsonl(str(path), rows)
+    write_jsonl(str(questions), [{"id": f"q{i}", "question": "x", "golden_answers": ["y"], "metadata": {"type": "ab"[i // 3]}} for i in range(6)])
     cfg = dict(trajectories=str(path), out=str(tmp_path / "o"), balance_by="type", cap=1)
     with pytest.raises(data.DataError, match="no row has metadata.question_type"):
         report.main(report.ReportConfig(**cfg))
     result = report.main(report.ReportConfig(**cfg, questions=str(questions)))
     assert result["total"] == 6 and result["kept"] == 2 and result["em"] == pytest.approx(4 / 6)
-    data.write_jsonl(str(questions), [{"id": "other", "question": "x", "golden_answers": ["y"]}])
+    write_jsonl(str(questions), [{"id": "other", "question": "x", "golden_answers": ["y"]}])
     with pytest.raises(data.DataError, match="'q0' is not in"):
         report.main(report.ReportConfig(**cfg, questions=str(questions)))
 
@@ -167,10 +168,10 @@ class Balanced(HTMLParser):
 
 def test_page_of_a_run(tmp_path):
     folder = tmp_path / "run"
-    data.write_jsonl(str(folder / "metrics.jsonl"), [{"step": 0, "dev_mrr": 0.1}] + [
+    write_jsonl(str(folder / "metrics.jsonl"), [{"step": 0, "dev_mrr": 0.1}] + [
         {"step": i, "reward": i / 10, "kl": None, "flag": True, "name": "x<y"} for i in range(1, 50)] + [{"step": 50, "reward": 5.0, "dev_mrr": 0.3}])
     for step in (1, 20, 50):
-        data.write_jsonl(str(folder / f"rollouts/step_{step:06d}.jsonl"), [
+        write_jsonl(str(folder / f"rollouts/step_{step:06d}.jsonl"), [
             {"query_id": f"s{step}", "response": "<think>a & b</think>", "reward": r, "end": "eos"} for r in (0.0, 1.0, None, 0.5)])
     (folder / "config.yaml").write_text("lr: 1e-6\nmodel: <x>\n")
     page = Path(report.main(report.ReportConfig(run=str(folder)))["report"])
@@ -195,12 +196,12 @@ def test_page_of_a_run(tmp_path):
     (["trajectories=x/trajectory_success.jsonl"], "give out=FOLDER"), (["trajectories=a", "export=[x]"], "one of openai, swift")])
 def test_bad_input_leaves_with_status_2_and_a_way_out(arguments, message, capsys):
     with pytest.raises(SystemExit) as e:
-        report.run_entry(report.ReportConfig, report.main, arguments)
+        run_entry(report.ReportConfig, report.main, arguments)
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_last_line_of_the_command_is_json(tmp_path):
-    data.write_jsonl(str(tmp_path / "t.jsonl"), many(6))
+    write_jsonl(str(tmp_path / "t.jsonl"), many(6))
     done = subprocess.run([sys.executable, str(ROOT / "report.py"), f"trajectories={tmp_path / 't.jsonl'}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["total"] == 6

@@ -24,15 +24,17 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import BertModel, MPNetConfig, MPNetModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
-
-import exact
-import infer
+from search import exact
 import retriever as R
-from data import DataError, Passage, only_writer
-from passages import read_ids, write_ids
-from retriever import (ANCE, FAILED, BM25Retriever, DenseRetriever, Encoder, HybridRetriever, Index, PassageIds,
-                       RetrieverConfig, RetrieverError, build_index, encode, exact_gold_ranks, exact_search,
-                       load_encoder, mean_pool, open_index, open_retriever, refuse_nonfinite, rrf, truncate_ids)
+from data import DataError, Passage
+from retriever import (ANCE, build_index, DenseRetriever, encode, Encoder, Index, load_encoder,
+                       mean_pool, open_index, open_retriever, refuse_nonfinite, retriever_settings,
+                       RetrieverConfig, truncate_ids)
+from runs import only_writer
+from search.bm25 import BM25Retriever
+from search.exact import exact_gold_ranks, exact_search, FAILED
+from search.fusion import HybridRetriever, rrf
+from search.passages import PassageIds, read_ids, RetrieverError, write_ids
 from tiny import tiny_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -908,9 +910,9 @@ def test_an_index_of_another_corpus_is_not_opened(tmp_path, kind):
         open_retriever(replace(cfg, verify=True))
     write_corpus(path, corpus)
     path.write_text(path.read_text().replace("\n", "\n\n"))  # another file of the same passages
-    before = infer.retriever_settings(cfg)
+    before = retriever_settings(cfg)
     open_retriever(cfg)
-    assert R.main(cfg)["indexed"] == 0 and infer.retriever_settings(cfg)["retriever.index dense"] == before["retriever.index dense"]
+    assert R.main(cfg)["indexed"] == 0 and retriever_settings(cfg)["retriever.index dense"] == before["retriever.index dense"]
     for name in ("bm25", "dense"):
         if (tmp_path / "i" / name).is_dir():  # as an index without the size
             (tmp_path / "i" / name / "meta.json").write_text(json.dumps(

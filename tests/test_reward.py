@@ -13,21 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import reward
-from reward import (
-    REWARDS,
-    answer_metrics,
-    check_search_format,
-    exact_match,
-    extract_answer,
-    extract_boxed,
-    f1_score,
-    normalize_answer,
-    parse_response,
-    rank_incentive,
-    score_rewrite,
-)
+from reward import (answer_metrics, check_search_format, exact_match, extract_answer,
+                    extract_boxed, f1_score, normalize_answer, parse_response, rank_incentive,
+                    REWARDS, score_rewrite)
 
 GOOD = "<think>she is Curie</think>\n<rewrite>Where was Marie Curie born?</rewrite>"
 

@@ -13,10 +13,11 @@ import weakref
 import pytest
 import torch
 from tiny import tiny_lm, tiny_tokenizer
-
 import rollout as R
-from model import token_logprobs
-from rollout import EngineConfig, Rollout, RolloutError, Sampling, TorchEngine, collate_rollouts, hf_name, sample_tokens
+from engines.base import EngineConfig, hf_name, Rollout, RolloutError, Sampling
+from engines.torch_engine import _fuse_norms, _KVCache, sample_tokens, TorchEngine
+from packing import token_logprobs
+from rollout import check_engine, collate_rollouts
 
 # Cases of the areas rollout, infer and sync that this file cannot show.
 CASES_ELSEWHERE = {
@@ -190,7 +191,7 @@ def test_rows_leave_and_join_without_disturbing_others():
 def test_long_prompts_are_computed_in_parts(monkeypatch):
     e, s = engine(), Sampling(n=2, temperature=0, max_tokens=6)
     whole = texts(e.generate(PROMPTS, s))
-    monkeypatch.setattr(R, "PREFILL_TOKENS", 4)
+    monkeypatch.setattr("engines.torch_engine.PREFILL_TOKENS", 4)
     assert texts(e.generate(PROMPTS, s)) == whole
 
 
@@ -279,7 +280,7 @@ def test_top_p_looks_at_more_tokens_where_the_first_do_not_reach_it(monkeypatch)
     logits, uniform = torch.randn(64, 300), torch.rand(64, dtype=torch.float64)
     arguments = (logits, torch.ones(64), torch.full((64,), 0.95), uniform)
     whole = sample_tokens(*arguments)
-    monkeypatch.setattr(R, "CANDIDATES", 2)
+    monkeypatch.setattr("engines.torch_engine.CANDIDATES", 2)
     for a, b in zip(sample_tokens(*arguments), whole):
         assert torch.equal(a, b)
 
@@ -618,7 +619,7 @@ def test_open_engine_with_and_without_the_folders_weights(tmp_path):
 def test_engine_settings_that_cannot_work(field, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RolloutError, match=message) as error:
-        R.check_engine(EngineConfig(**field))
+        check_engine(EngineConfig(**field))
     assert error.value.exit_status == 2
 
 
@@ -671,7 +672,7 @@ def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
 def test_fused_norms_change_nothing(kind):
     model, ids = tiny_lm(kind=kind), torch.tensor(PROMPTS[3:4])
     before, names = model(ids).logits, list(model.state_dict())
-    R._fuse_norms(model)
+    _fuse_norms(model)
     fused = [m for m in model.modules() if "forward" in vars(m)]
     assert len(fused) == (9 if kind == "qwen3" else 5) and list(model.state_dict()) == names
     assert (model(ids).logits - before).abs().max() < 1e-5
@@ -691,7 +692,7 @@ def test_decode_kernel_equals_softmax_in_tritons_interpreter():
 
 def check_decode_kernel(device, dtypes):
     """decode_attention against softmax in float32; what lies beyond a row's length is NaN and must not matter."""
-    from decode_attention import decode_attention
+    from engines.decode_attention import decode_attention
 
     torch.manual_seed(0)
     for dtype in dtypes:
@@ -720,7 +721,7 @@ def check_decode_kernel(device, dtypes):
 
 def test_a_cache_that_is_let_go_is_freed_at_once():
     """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
-    cache = R._KVCache(2, 8, 8, torch.device("cpu"), fused=False)
+    cache = _KVCache(2, 8, 8, torch.device("cpu"), fused=False)
     cache.begin_prompts([0], [3], 4)
     cache.begin_steps([1], [True], 2)
     gone = weakref.ref(cache)

@@ -19,12 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 import serve
 from config import ConfigError
-from data import DataError, Passage, read_corpus, response_text
-from retriever import (FAILED, BM25Retriever, RemoteRetriever, RetrieverAway, RetrieverConfig, RetrieverError,
-                       open_retriever)
+from data import DataError, Passage, read_corpus
+from prompts import response_text
+from retriever import open_retriever, RetrieverConfig
+from search.bm25 import BM25Retriever
+from search.client import RemoteRetriever, RetrieverAway
+from search.exact import FAILED
+from search.passages import RetrieverError, Texts
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed: pip install -r requirements-serve.txt")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install -r requirements-serve.txt")
@@ -473,7 +476,7 @@ def test_texts_are_those_of_read_corpus(tmp_path, name, text):
     path.write_bytes(text.encode())
     passages = list(read_corpus(str(path)))
     assert [p.id for p in passages] == ["1", "2", "3"]
-    texts = serve.Texts(str(path), BM25Retriever(passages).passage_ids)
+    texts = Texts(str(path), BM25Retriever(passages).passage_ids)
     for p in reversed(passages):
         expected = f'"{p.title}"\n{p.text}' if p.title else p.text
         assert texts.document(p.id) == {"id": p.id, "contents": expected}
@@ -700,7 +703,7 @@ def test_ret_34_a_rollout_without_a_rank_is_left_out_and_counted():
     import grpo
     import tiny
     from data import Turn
-    from rollout import Rollout
+    from engines.base import Rollout
     tokenizer = tiny.tiny_tokenizer()
 
     def rollouts() -> list:

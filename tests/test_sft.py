@@ -15,12 +15,13 @@ import torch
 from test_infer import CPU, Scripted, exit_status, read, response, write_turns
 from tiny import tiny_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM
-
 import data
 import infer
 import sft
 from distributed import Dist
-from model import token_logprobs
+from packing import token_logprobs
+from prompts import encode_chat, rewrite_prompt
+from runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,14 +53,14 @@ def lm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("records") / "records.jsonl")
-    data.write_jsonl(path, [record(i) for i in range(7)])
+    write_jsonl(path, [record(i) for i in range(7)])
     return path
 
 
 @pytest.fixture(autouse=True)
 def short_prompt(monkeypatch):
     """The instruction costs 500 tokens of the byte tokenizer; the tests in this process do without."""
-    monkeypatch.setattr(data, "INSTRUCTION", "Rewrite.")
+    monkeypatch.setattr("prompts.INSTRUCTION", "Rewrite.")
     torch.set_num_threads(1)
 
 
@@ -81,7 +82,7 @@ def metrics(output):
 def whole(lm, records, tmp_path_factory):
     """The undisturbed run that others are compared with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "INSTRUCTION", "Rewrite.")
+        patch.setattr("prompts.INSTRUCTION", "Rewrite.")
         torch.set_num_threads(1)
         output = tmp_path_factory.mktemp("whole") / "run"
         return output, sft.main(config(lm, records, output))["train"]
@@ -106,7 +107,7 @@ def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
     turn = data.read_turns(records)[0]
     example = rows_of(lm, records)[0][0]
     tokenizer = tiny_tokenizer()
-    prompt = data.encode_chat(tokenizer, data.rewrite_prompt(turn))
+    prompt = encode_chat(tokenizer, rewrite_prompt(turn))
     assert example.tokens[:len(prompt)] == prompt
     target = [t for t, m in zip(example.tokens[1:], example.loss_mask) if m]
     assert target == tokenizer(turn.response)["input_ids"] + [2] and len(example.loss_mask) == len(example.tokens) - 1
@@ -138,7 +139,7 @@ def test_mask_goes_by_position_when_pad_is_eos():
 def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
     """sft-01: a row whose target would be cut is no row."""
     path = str(tmp_path / "r.jsonl")
-    data.write_jsonl(path, [record(0), record(1, response=response("x" * 300)), record(2, response=None)])
+    write_jsonl(path, [record(0), record(1, response=response("x" * 300)), record(2, response=None)])
     limit = len(rows_of(lm, records)[0][0].tokens) + 5
     examples, dropped = rows_of(lm, path, max_length=limit)
     assert len(examples) == 1 and dropped == {f"longer than {limit} tokens": 1, "without response": 1}
@@ -158,21 +159,21 @@ def test_token_accuracy_counts_masked_positions_only():
     best, other = int(logits[0].argmax()), int(logits[1].argmin())
     logits = model(torch.tensor([[7, best, other, 2]])).logits[0]
     batch = sft.collate([sft.Example([7, best, other, 2, 3], [1, 1, 0, 0], "")], 0)
-    where = sft.D.setup()
+    where = sft.distributed.setup()
     try:
         assert sft.heldout_loss(model, [batch])["heldout_accuracy"] == (1 + (int(logits[1].argmax()) == other)) / 2
     finally:
-        sft.D.cleanup()
+        sft.distributed.cleanup()
 
 
 def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
     examples = rows_of(lm, records)[0]
     model = tiny_lm()
-    where = sft.D.setup()
+    where = sft.distributed.setup()
     try:
         found = sft.heldout_loss(model, sft.micro_batches(examples, 600, 0, where))
     finally:
-        sft.D.cleanup()
+        sft.distributed.cleanup()
     sums = torch.zeros(3)
     for e in examples:
         with torch.no_grad():
@@ -240,7 +241,7 @@ def test_processes_share_a_batch_without_loss(lm, records):
 def test_overfits_and_greedy_output_equals_the_target(records, tmp_path):
     tiny_lm(tmp_path / "lm", hidden_size=64, intermediate_size=128)
     path = str(tmp_path / "r.jsonl")
-    data.write_jsonl(path, [record(i) for i in range(4)])
+    write_jsonl(path, [record(i) for i in range(4)])
     result = sft.main(config(str(tmp_path / "lm"), path, tmp_path / "o", epochs=45, lr=1e-2, sequences_per_step=4,
                              micro_batch_tokens=4096, heldout_fraction=0.0, save_every=1000, keep_checkpoints=1))["train"]
     steps = metrics(tmp_path / "o")
@@ -318,7 +319,7 @@ import os, signal, sys
 sys.path[:0] = [{root!r}]
 import torch, config, data, sft
 torch.set_num_threads(1)
-data.INSTRUCTION = "Rewrite."
+INSTRUCTION = "Rewrite."
 log = sft.log_step
 def dying(path, row, *rest):
     log(path, row, *rest)
@@ -394,8 +395,8 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
     questions = {f"q{i}": f"question {i}" for i in range(5)}
     turns = write_turns(tmp_path / "t.jsonl", questions)
     rows = read(turns) + [dict(query_id="none", question="no gold")]
-    data.write_jsonl(turns, rows)
-    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
+    write_jsonl(turns, rows)
+    write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
     answers = {"question 0": [response("good"), response("good", "again"), response("second"), "good"],  # two different
                "question 1": [response("second"), response("good"), response("good"), response("bad")],
                "question 2": [response("bad"), response("broken"), "", "<think>a</think>\n<rewrite></rewrite>"],
@@ -428,8 +429,8 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
 
 def test_all_samples_then_trains_and_an_empty_yield_is_an_error(lm, tmp_path, monkeypatch):
     turns = write_turns(tmp_path / "t.jsonl", {f"q{i}": f"question {i}" for i in range(5)})
-    data.write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
-    data.write_jsonl(str(tmp_path / "c.jsonl"), [{"id": "p1", "title": "", "text": "the capital of Norway is Oslo"},
+    write_jsonl(str(tmp_path / "e.jsonl"), [{"question": "a", "think": "b", "rewrite": "c"}])
+    write_jsonl(str(tmp_path / "c.jsonl"), [{"id": "p1", "title": "", "text": "the capital of Norway is Oslo"},
                                                  {"id": "p2", "title": "", "text": "the river of Rome is the Tiber"}])
     answers = {f"question {i}": response("capital of Norway" if i < 4 else "river of Rome") for i in range(5)}
     monkeypatch.setattr(infer, "open_engine", lambda *a: Scripted(answers))

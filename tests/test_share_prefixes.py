@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-
-import model as M
+from engines.base import Rollout
+from model import prepare_causal_lm
+from packing import share_prefixes, token_logprobs
+from rollout import collate_rollouts
 import tiny
-from rollout import Rollout, collate_rollouts
 
 
 def batch_of(seed: int, groups: int = 3, size: int = 4, shared: int = 0):
@@ -27,14 +28,14 @@ def batch_of(seed: int, groups: int = 3, size: int = 4, shared: int = 0):
 @pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("qwen3", True)])
 @pytest.mark.parametrize("row_tokens", [1, 15, 2048])
 def test_same_log_probabilities_and_gradients(kind, tied, row_tokens, monkeypatch):
-    monkeypatch.setattr(M, "ROW_TOKENS", row_tokens)
-    model = M.prepare_causal_lm(tiny.tiny_lm(kind=kind, tied=tied))
+    monkeypatch.setattr("packing.ROW_TOKENS", row_tokens)
+    model = prepare_causal_lm(tiny.tiny_lm(kind=kind, tied=tied))
     for seed in range(3):
         batch = batch_of(seed, shared=5 * seed)
         weights = torch.randn(batch.loss_mask.shape)
         results = []
         for groups in (None, (batch.prompt_lengths, batch.group_ids)):
-            logprobs, entropy = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, True, groups)
+            logprobs, entropy = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, True, groups)
             model.zero_grad()
             (logprobs * weights + entropy * weights.flip(0)).sum().backward()
             results.append((logprobs.detach(), entropy.detach(), [p.grad.clone() for p in model.parameters()]))
@@ -45,10 +46,10 @@ def test_same_log_probabilities_and_gradients(kind, tied, row_tokens, monkeypatc
 
 def test_prompt_positions_too():
     batch = batch_of(5, groups=2, size=3, shared=4)
-    model = M.prepare_causal_lm(tiny.tiny_lm())
+    model = prepare_causal_lm(tiny.tiny_lm())
     with torch.no_grad():
-        a = M.token_logprobs(model, batch.tokens, batch.attention_mask)
-        b = M.token_logprobs(model, batch.tokens, batch.attention_mask, groups=(batch.prompt_lengths, batch.group_ids))
+        a = token_logprobs(model, batch.tokens, batch.attention_mask)
+        b = token_logprobs(model, batch.tokens, batch.attention_mask, groups=(batch.prompt_lengths, batch.group_ids))
     real = batch.attention_mask[:, 1:].bool()
     assert (a - b)[real].abs().max() < 2e-5
 
@@ -57,7 +58,7 @@ def test_prompt_positions_too():
 def test_what_is_shared_is_computed_once(shared):
     """The common beginning once, the rest of each prompt once, each response less its last token."""
     batch = batch_of(5, groups=4, size=3, shared=shared)
-    layout = M.share_prefixes(batch.tokens, batch.attention_mask, batch.prompt_lengths, batch.group_ids)
+    layout = share_prefixes(batch.tokens, batch.attention_mask, batch.prompt_lengths, batch.group_ids)
     rests = {int(g): int(p) - shared for g, p in zip(batch.group_ids, batch.prompt_lengths)}
     responses = batch.attention_mask.sum(-1) - batch.prompt_lengths - 1
     assert layout.tokens.shape == (1, shared + sum(rests.values()) + int(responses.sum()))
@@ -66,11 +67,11 @@ def test_what_is_shared_is_computed_once(shared):
 def test_one_group_one_sequence_and_a_prompt_that_is_the_whole_beginning():
     prompts = [[7, 8, 9], [7, 8, 9, 10]]
     rollouts = [Rollout(p, [11 + i, 2], [-1.0] * 2, [1] * 2, g, "eos") for g, p in enumerate(prompts) for i in range(2)]
-    model = M.prepare_causal_lm(tiny.tiny_lm())
+    model = prepare_causal_lm(tiny.tiny_lm())
     for chosen in (rollouts, rollouts[:2], rollouts[:1], rollouts[1:3]):
         batch = collate_rollouts(chosen, torch.zeros(len(chosen)), 0)
         with torch.no_grad():
-            a = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
-            b = M.token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask,
+            a = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
+            b = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask,
                                  groups=(batch.prompt_lengths, batch.group_ids))
         assert (a - b).abs().max() < 2e-5

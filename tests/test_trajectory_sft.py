@@ -9,13 +9,15 @@ import pytest
 import torch
 from test_infer import CPU
 from tiny import tiny_lm, tiny_tokenizer
-
+from episodes import episode
+from episodes import trajectories
 import data
-import episode
 import sft
-import trajectories
-from episode import encode_trajectory
-from model import token_logprobs
+from config import ConfigError
+from episodes.episode import encode_trajectory
+from packing import token_logprobs
+from prompts import encode_example
+from runs import write_jsonl
 
 TOOLS = [{"type": "function", "function": {"name": "search", "description": "finds passages", "parameters": {
     "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}]
@@ -159,7 +161,7 @@ def test_both_ways_of_encoding_agree(tokenizer):
 
 
 def write(path, rows):
-    data.write_jsonl(str(path), rows)
+    write_jsonl(str(path), rows)
     return str(path)
 
 
@@ -293,11 +295,11 @@ def test_gradient_does_not_depend_on_packing():
 def test_heldout_loss_counts_every_turn(lm):
     examples = examples_of()
     model = tiny_lm()
-    where = sft.D.setup()
+    where = sft.distributed.setup()
     try:
         found = sft.heldout_loss(model, sft.micro_batches(examples, 1, 0, where))
     finally:
-        sft.D.cleanup()
+        sft.distributed.cleanup()
     total = count = 0
     for e in examples:
         logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
@@ -313,7 +315,7 @@ def test_a_run_on_trajectories(lm, tmp_path):
     lines = [row for _, row in data.read_jsonl(str(tmp_path / "o/metrics.jsonl"))]
     assert result["heldout"] == 4 and result["records"] == 8  # both rollouts of a question are held out together
     assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"] and Path(result["model"], "config.json").exists()
-    with pytest.raises(sft.ConfigError, match="target=rewrite is for turns"):
+    with pytest.raises(ConfigError, match="target=rewrite is for turns"):
         sft.main(config(lm, path, tmp_path / "p", target="rewrite"))
 
 
@@ -358,7 +360,7 @@ def test_an_eos_that_is_spelled_out_is_the_turns_end_and_not_text(tmp_path):
     assert texts(tmp_path, content="a <|im_end|> b") == ["a < |im_end|> b<|im_end|>"]
     tokenizer = tiny_tokenizer()
     for target, shown in (("<rewrite>x</rewrite><|im_end|>", "<rewrite>x</rewrite>"), ("a <|im_end|> x", "a < |im_end|> x")):
-        ids, mask = data.encode_example(tokenizer, [7, 8], target, 2)
+        ids, mask = encode_example(tokenizer, [7, 8], target, 2)
         assert trained(tokenizer, ids, mask) == [shown + "<|im_end|>"] and ids.count(2) == 1
 
 

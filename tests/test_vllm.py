@@ -16,10 +16,12 @@ import numpy
 import pytest
 import torch
 from tiny import tiny_lm, tiny_tokenizer
-
 import rollout as R
-from model import token_logprobs
-from rollout import EngineConfig, RolloutError, Sampling, TorchEngine, collate_rollouts, open_engine
+from engines.base import EngineConfig, RolloutError, Sampling
+from engines.torch_engine import TorchEngine
+from engines.vllm_engine import check_vllm
+from packing import token_logprobs
+from rollout import check_engine, collate_rollouts, open_engine
 
 PROMPTS = [[7, 8, 9, 10, 11], [7, 8, 9, 40], [7, 8, 9, 10, 11], [7, 8, 9, 50, 51, 52, 53, 54, 55], [7, 8, 9, 10]]
 SHAPE = dict(hidden_size=128, initializer_range=0.1)  # vLLM's CPU kernels want heads of 32 at least
@@ -311,16 +313,16 @@ def test_two_processes_with_a_sharded_policy(tmp_path, tensor_parallel):
 import sys; sys.path[:0] = {[str(Path(R.__file__).parent), str(Path(__file__).parent)]!r}
 import torch
 from tiny import tiny_lm, tiny_tokenizer
-import distributed as D
+import distributed
 from model import token_logprobs
 from rollout import *
 if __name__ == "__main__":
-    where = D.setup()
+    where = distributed.setup()
     engine = open_engine(EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0,
                          where.device, 128, dtype=torch.float32, weights=False)
     policy, plain = (tiny_lm(seed=4, **{SHAPE!r}).to(where.device) for _ in range(2))
-    D.shard_model(policy, where)
-    engine.sync_weights(D.full_parameters(policy))
+    distributed.shard_model(policy, where)
+    engine.sync_weights(distributed.full_parameters(policy))
     prompts = [[7, 8, 9, 10], [5, 6, 7]] if where.rank == 0 else [[9, 8, 7, 6, 5]]
     rollouts = engine.generate(prompts, Sampling(n=2, temperature=0.7, max_tokens=12, seed=where.rank))
     assert [r.prompt_ids for r in rollouts] == [p for p in prompts for _ in range(2)]
@@ -332,10 +334,10 @@ if __name__ == "__main__":
     last = engine.generate(prompts if where.rank == 0 else [], Sampling(max_tokens=3, temperature=0))
     assert len(last) == 2 * (where.rank == 0)
     engine.sleep()
-    engine.sync_weights(D.full_parameters(policy))
+    engine.sync_weights(distributed.full_parameters(policy))
     del engine
-    assert D.gather_objects(where.rank) == [0, 1]  # its end is not the end of the trainer's process group
-    D.cleanup()
+    assert distributed.gather_objects(where.rank) == [0, 1]  # its end is not the end of the trainer's process group
+    distributed.cleanup()
 """
     script = tmp_path / "run.py"
     script.write_text(code)
@@ -352,10 +354,10 @@ if __name__ == "__main__":
 def test_other_versions_of_vllm_are_refused(monkeypatch, version, fits):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     if fits:
-        assert R.check_vllm() == version
+        assert check_vllm() == version
         return
     with pytest.raises(RolloutError, match=rf"vLLM {version} .*0.22 to 0.32.*0.26.0") as error:
-        R.check_engine(EngineConfig(kind="vllm"))
+        check_engine(EngineConfig(kind="vllm"))
     assert error.value.exit_status == 2
 
 
@@ -365,4 +367,4 @@ def test_without_vllm_the_way_out_is_named(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(RolloutError, match="not installed.*requirements-gpu.txt.*engine.kind=torch"):
-        R.check_engine(EngineConfig(kind="vllm"))
+        check_engine(EngineConfig(kind="vllm"))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from passages import FAILED, RetrieverError
+from search.passages import FAILED, RetrieverError
 
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 28  # numbers of a block of passages, in a CPU's cache; scores of one on a GPU
 
@@ -208,7 +208,7 @@ def _kernel(queries: Tensor, shards: Sequence):
             and queries.is_cuda and torch.cuda.get_device_capability(queries.device)[0] == 9
             and queries.shape[1] % 8 == 0 and importlib.util.find_spec("triton")):
         return None
-    import gold_ranks
+    from search import gold_ranks
     return gold_ranks
 
 

@@ -37,9 +37,11 @@ from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from data import Passage, atomic_folder, located_passages
-from passages import (Hits, PassageIds, RetrieverError, check_k, check_queries, check_same, corpus_bytes,
-                      gold_positions, mapped, mapped_text, passages_of, read_ids, read_meta, write_ids, write_meta)
+from data import located_passages, Passage
+from runs import atomic_folder
+from search.passages import (check_k, check_queries, check_same, corpus_bytes, gold_positions,
+                             Hits, mapped, mapped_text, PassageIds, passages_of, read_ids,
+                             read_meta, RetrieverError, write_ids, write_meta)
 
 # ------------------------------------------------------------------------------------------------------------- analysis
 

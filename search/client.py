@@ -13,7 +13,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any, Callable, Iterable, Sequence
 
-from passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
+from search.passages import check_k, check_queries, FAILED, gold_lists, Hits, RetrieverError
 
 
 class RetrieverAway(RetrieverError):

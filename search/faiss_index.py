@@ -16,8 +16,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from data import atomic_folder
-from passages import RetrieverError, check_k, check_same, read_meta, write_meta
+from runs import atomic_folder
+from search.passages import check_k, check_same, read_meta, RetrieverError, write_meta
 
 BLOCK = 65536  # vectors that are added at a time, in float32
 

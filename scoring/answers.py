@@ -20,9 +20,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Iterator
 
-from data import DataError, Question, atomic_write, read_jsonl
-from official import read_array
-from reward import ANSWER_METRICS, all_gold, answer_metrics, gold_recall
+from data import DataError, Question, read_jsonl
+from reward import all_gold, ANSWER_METRICS, answer_metrics, gold_recall
+from runs import atomic_write
+from sources.files import read_array
 
 Scores = dict[str, dict[str, float]]  # question id → metric → value
 FORMS = '{"id", "prediction"}, a line of infer.py\'s trajectory.jsonl, or FlashRAG\'s {"id", "output": {"pred"}}'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from data import Turn, read_corpus
+from data import read_corpus, Turn
 
 DEEP = 10  # turns beyond it share one group: few conversations are that long
 

@@ -15,6 +15,7 @@ import json
 import mmap
 import multiprocessing
 import os
+from array import array
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from data import Passage, _scrub, atomic_write, located_passages, read_corpus
+from data import DataError, located_lines, located_passages, Passage, read_corpus, _scrub
+from runs import atomic_write
 
 
 FAILED = float("nan")  # in a list of ranks: a technical failure; the caller excludes and counts the rollout
@@ -372,3 +374,29 @@ def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
         if have.get(key) != value:
             raise RetrieverError(f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is {value!r}"
                                  f"; they must be equal. {way_out}")
+
+
+class Texts:
+    """Passages by id, read from the corpus file when asked for: memory holds 12 bytes a passage."""
+
+    def __init__(self, path: str, ids: PassageIds):
+        self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
+        for number, byte, line in located_lines(path):
+            columns = line.lower().split("\t") if number == 1 and path.endswith(".tsv") else []
+            if line.strip() and [column.strip() for column in columns] != ["id", "text", "title"]:
+                self.numbers.append(number)
+                self.offsets.append(byte)
+        if len(self.offsets) != len(ids):
+            raise DataError(f"{path}: {len(self.offsets):,} passages, but the index has {len(ids):,}; give the file "
+                            "that it was built from")
+        for i in range(0, len(ids), max(len(ids) // 100, 1)):
+            self.document(ids[i])
+
+    def document(self, id_: str) -> dict[str, str]:
+        """{"id", "contents"}.  DataError: in its place stands another passage."""
+        i = self.ids.position(id_)
+        passage = next((p for _, _, p in located_passages(self.path, (self.numbers[i], self.offsets[i]))), None)
+        if (found := passage and passage.id) != id_:
+            raise DataError(f"{self.path}: {found!r} stands where the index has {id_!r}; give the file that it was built "
+                            "from")
+        return {"id": id_, "contents": f'"{passage.title}"\n{passage.text}' if passage.title else passage.text}

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator
 
 from config import save_config
-from data import DataError, Turn, _scrub, atomic_folder, atomic_write, read_lines
+from data import DataError, read_lines, _scrub, Turn
+from runs import atomic_folder, atomic_write
 
 
 # --------------------------------------------------------------------------------------------------- output folders
@@ -120,7 +121,7 @@ def write_splits(folder: str, names: Iterable[str], turns: Iterable[tuple[str, T
 
 def write_corpus(path: str, passages: Iterable[dict], total: int, what: str) -> int:
     """`passages` as JSONL, streamed with a progress bar; their number."""
-    from retriever import Progress  # here, because it brings torch along
+    from runs import Progress  # here, because it brings torch along
     bar, count = Progress(total, what), 0
     with atomic_write(path) as f:
         for passage in passages:
@@ -186,7 +187,7 @@ def fetch(url: str, path: str) -> None:
     DataError: no connection, a refusal, fewer bytes than announced, or other bytes than the server's own checksum
     (`Content-MD5`, where it sends one with a whole file) says.
     """
-    from retriever import Progress
+    from runs import Progress
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     part = f"{path}.part"
     done = os.path.getsize(part) if os.path.exists(part) else 0

@@ -49,12 +49,16 @@ from typing import Literal
 import data
 from config import ConfigError
 from data import DataError, Question, read_corpus
-from retriever import PassageIds, RetrieverConfig, open_retriever
-from reward import (all_gold, answer_metrics, extract_answer, extract_boxed, gold_recall, score_answer,
-                    search_well_formed)
-from rollout import Rollout, RolloutError, Sampling
-from serve import Texts
-from tools import SEARCH_TOOL, Call, MCPTools, RetrieverTools, parse_tool_calls, spoken
+from engines.base import Rollout, RolloutError, Sampling
+from episodes.tools import Call, MCPTools, parse_tool_calls, RetrieverTools, SEARCH_TOOL, spoken
+from prompts import (agent_messages, defuse, encode_chat, encode_text, eos_token_ids, read_conversations, render_chat, SEARCH_DIALOGUE,
+                     search_messages, search_text, special_strings,
+                     spell_tools, tool_call_text)
+from retriever import open_retriever, RetrieverConfig
+from reward import (all_gold, answer_metrics, extract_answer, extract_boxed, gold_recall,
+                    score_answer, search_well_formed)
+from runs import atomic_write
+from search.passages import PassageIds, Texts
 
 ANSWERED, NO_ANSWER, LENGTH, ROUNDS = "answered", "no_answer", "length", "rounds"
 ENDED = (ANSWERED, NO_ANSWER)  # end states of episodes that the model itself brought to an end
@@ -88,7 +92,7 @@ class EpisodeConfig:
     template: Literal["instruct", "base"] = "instruct"
     """search: prompt through the chat template (instruct), or as one string for a model without one (base)"""
     instruction: str = ""
-    """text file with rules to use in place of data.SEARCH_INSTRUCTION (SEARCH_DIALOGUE) or data.AGENT_INSTRUCTION"""
+    """text file with rules to use in place of SEARCH_INSTRUCTION (SEARCH_DIALOGUE) or AGENT_INSTRUCTION"""
     mcp: str = ""
     """agent: MCP server that has the tools, a URL or the command that starts one; empty: the retriever, in process"""
     timeout: float = 60.0
@@ -303,20 +307,20 @@ class SearchTask:
     def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: list[list[dict]] = ()):
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
         self.stop = ("</search>", "</answer>") if cfg.stop_at_answer else ("</search>",)
-        self.eos_id = data.eos_token_ids(tokenizer)[0]
+        self.eos_id = eos_token_ids(tokenizer)[0]
         self.instruction = read_instruction(cfg)
-        self.unsafe = [*TAGS, *data.special_strings(tokenizer)]
+        self.unsafe = [*TAGS, *special_strings(tokenizer)]
 
     def messages(self, question: str) -> list[dict]:
         """The conversation's beginning, without examples."""
         base = self.cfg.template == "base"
-        return data.search_messages(question, (), self.instruction or (data.SEARCH_DIALOGUE if base else ""))
+        return search_messages(question, (), self.instruction or (SEARCH_DIALOGUE if base else ""))
 
     def prompt(self, question: str) -> list[int]:
         if self.cfg.template == "base":
-            text = data.search_text(question, self.examples, self.instruction)
-            return data.encode_text(self.tokenizer, text)
-        return data.encode_chat(self.tokenizer, data.search_messages(question, self.examples, self.instruction))
+            text = search_text(question, self.examples, self.instruction)
+            return encode_text(self.tokenizer, text)
+        return encode_chat(self.tokenizer, search_messages(question, self.examples, self.instruction))
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -361,7 +365,7 @@ class AgentTask:
 
     The prompt is the tokenizer's own chat template with the tools in it.  After that the template is never rendered
     over sampled turns: what it writes between a turn and the next is cut out of a dummy conversation once (`glue`).
-    A template that knows no tools gets them in the system message, and results as user messages (data.spell_tools).
+    A template that knows no tools gets them in the system message, and results as user messages (spell_tools).
     """
 
     name = "agent"
@@ -370,21 +374,21 @@ class AgentTask:
     def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: list[list[dict]] = ()):
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
         self.stop = ("</answer>",) * cfg.stop_at_answer + ("}}",) * cfg.bare_calls
-        self.eos_id = data.eos_token_ids(tokenizer)[0]
+        self.eos_id = eos_token_ids(tokenizer)[0]
         self.instruction = read_instruction(cfg)
         self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
-        self.unsafe = [*TAGS, *data.special_strings(tokenizer)]
+        self.unsafe = [*TAGS, *special_strings(tokenizer)]
 
     def messages(self, question: str) -> list[dict]:
         """The conversation's beginning, without examples."""
-        return data.agent_messages(question, (), self.instruction)
+        return agent_messages(question, (), self.instruction)
 
     def prompt(self, question: str) -> list[int]:
-        messages = data.agent_messages(question, self.examples, self.instruction)
+        messages = agent_messages(question, self.examples, self.instruction)
         if self.native:
-            return data.encode_chat(self.tokenizer, messages, self.tools.schemas)
-        return data.encode_chat(self.tokenizer, data.spell_tools(messages, self.tools.schemas, self.cfg.bare_calls))
+            return encode_chat(self.tokenizer, messages, self.tools.schemas)
+        return encode_chat(self.tokenizer, spell_tools(messages, self.tools.schemas, self.cfg.bare_calls))
 
     decode = SearchTask.decode
 
@@ -396,7 +400,7 @@ class AgentTask:
         """A turn as a trajectory holds it: as sampled, bare calls in the tags they lack."""
         if not (self.cfg.bare_calls and turn.calls and all(call.done for call in turn.calls)):
             return turn.text
-        return "\n".join(data.tool_call_text({"name": c.name, "arguments": c.arguments}) for c in turn.calls)
+        return "\n".join(tool_call_text({"name": c.name, "arguments": c.arguments}) for c in turn.calls)
 
     def show(self, calls: list[Call], last_id: int) -> tuple[list[int], str]:
         """(ids, text) of the turn with the results of all calls, in their order, up to where the model goes on."""
@@ -430,9 +434,9 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
     """Does the chat template write tool schemas, and results of tools, into its text?"""
     chat = [{"role": "user", "content": "u"}]
     try:
-        plain = data.render_chat(tokenizer, chat)
-        text = data.render_chat(tokenizer, chat, schemas)
-        after = data.render_chat(tokenizer, [*chat, {"role": "assistant", "content": "a"},
+        plain = render_chat(tokenizer, chat)
+        text = render_chat(tokenizer, chat, schemas)
+        after = render_chat(tokenizer, [*chat, {"role": "assistant", "content": "a"},
                                              {"role": "tool", "content": "t7t"}], schemas)
     except DataError as e:
         if not tokenizer.chat_template:
@@ -452,8 +456,8 @@ def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
         messages = [{"role": "user", "content": "u0u"}]
         for i, results in enumerate(turns):
             messages += [{"role": "assistant", "content": f"a{i}a"}, *({"role": "tool", "content": r} for r in results)]
-        messages = messages if native else data.spell_tools(messages, [])
-        text = data.render_chat(tokenizer, messages, [SEARCH_TOOL] if native else None)
+        messages = messages if native else spell_tools(messages, [])
+        text = render_chat(tokenizer, messages, [SEARCH_TOOL] if native else None)
         return text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
 
     def pieces(*turns: list[str]) -> tuple[str, list[str], str]:
@@ -483,8 +487,8 @@ def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
 def harmless(call: Call, unsafe: Sequence[str]) -> list[str]:
     """What a call shows, as texts whose tags and special-token strings are broken by a blank."""
     if call.note:
-        return [data.defuse(call.note, unsafe)]
-    return [data.defuse(text, unsafe) for _, text in call.documents] or ["No passage was found."]
+        return [defuse(call.note, unsafe)]
+    return [defuse(text, unsafe) for _, text in call.documents] or ["No passage was found."]
 
 
 def fit(tokenizer, texts: list[str], wrap: Callable[[list[str]], str], limit: int) -> tuple[list[int], str]:
@@ -525,7 +529,7 @@ def open_task(name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConf
         raise ConfigError("retriever.across_ranks=true needs every rank to search at the same time, and in "
                           f"task={name} ranks have different numbers of rounds; serve the index (serve.py, "
                           "retriever.kind=remote), or set it to false")
-    shown = data.read_conversations(examples) if examples else []
+    shown = read_conversations(examples) if examples else []
     kind = {"search": SearchTask, "agent": AgentTask}[name]
     if cfg.mcp:
         return kind(cfg, tokenizer, MCPTools(cfg.mcp, cfg.timeout), shown)
@@ -591,7 +595,7 @@ def answer_means(rows: Sequence[dict]) -> dict[str, float]:
 
 def note_task(folder: str, task: str, template: str) -> None:
     """Write into a model's folder what prompt it was trained with: `task.json`."""
-    with data.atomic_write(os.path.join(folder, "task.json")) as f:
+    with atomic_write(os.path.join(folder, "task.json")) as f:
         json.dump({"task": task, "template": template}, f)
 
 
@@ -651,7 +655,7 @@ def trajectory_row(episode: Episode, question: Question, task: SearchTask | Agen
 def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a trajectory row, token for token what a rollout of the same text would have.
 
-    As data.encode_example: prompt, turns and results are encoded apart and joined; turns and the EOS behind the model's
+    As encode_example: prompt, turns and results are encoded apart and joined; turns and the EOS behind the model's
     own last word are trained, results and glue are not.  DataError: a row that is no trajectory of `search` or `agent`.
     """
     messages, name = row.get("messages"), row.get("task")
@@ -670,17 +674,17 @@ def encode_trajectory(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    eos_id, start = data.eos_token_ids(tokenizer)[0], messages[:first]
+    eos_id, start = eos_token_ids(tokenizer)[0], messages[:first]
     if name == "agent":
         native = template_knows_tools(tokenizer, row["tools"])
         _, head, between, tail = derive_glue(tokenizer, native)
-        ids = (data.encode_chat(tokenizer, start, row["tools"]) if native
-               else data.encode_chat(tokenizer, data.spell_tools(start, row["tools"])))
+        ids = (encode_chat(tokenizer, start, row["tools"]) if native
+               else encode_chat(tokenizer, spell_tools(start, row["tools"])))
     elif row.get("template") == "base":
-        text = data.search_text(start[-1]["content"], (), start[0]["content"])
-        ids = data.encode_text(tokenizer, text)
+        text = search_text(start[-1]["content"], (), start[0]["content"])
+        ids = encode_text(tokenizer, text)
     else:
-        ids = data.encode_chat(tokenizer, start)
+        ids = encode_chat(tokenizer, start)
     mask, at = [0] * (len(ids) - 1), first
     while at < len(messages):
         turn = encode(messages[at]["text"])

