@@ -1,10 +1,7 @@
-"""What an episode may call: tool calls in a model's text, the retriever as a tool, and the tools of an MCP server.
+"""What an episode may call: tool calls in a model's text, the retriever as a tool, MCP's tools.
 
-A file of its own because it is the border between what a model wrote and code that runs: here a call is read, checked
-against its tool's schema and carried out, with a time-out; episode.py decides when, and shows what came back.
-
-Three outcomes of a call are kept apart: documents; a note, in words for the model, where the call itself is wrong; and
-a technical failure, which no score may be made of.
+A call ends in one of three ways, which are kept apart: documents; a note, in words for the model,
+where the call itself is wrong; or a technical failure, of which no score may be made.
 """
 
 from __future__ import annotations
@@ -18,24 +15,28 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from config import ConfigError
 from data import DataError, _scrub
 
+TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one from 3.11 on
+NOTHING_FOUND = "No passage was found."
+
 
 class ToolsAway(RuntimeError):
-    """The tools failed for everything that was asked of them: a technical failure, not bad input."""
+    """The tools failed for everything that was asked of them: a technical failure, no bad input."""
 
     exit_status = 1
-
-
-TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one class from Python 3.11 on
 
 
 @dataclass
@@ -45,105 +46,182 @@ class Call:
     name: str
     arguments: dict
     note: str = ""  # why it is not carried out, in words for the model
-    documents: list[tuple[str | None, str]] = field(default_factory=list)  # (passage id where known, text), best first
+    documents: list[tuple[str | None, str]] = field(default_factory=list)  # (id if known, text)
     failure: str = ""  # technical: the episode ends
     done: bool = False  # carried out
     shown: str = ""  # what the model reads: documents, cut, or the note
 
 
-# ------------------------------------------------------------------------------------------------------- calls in text
+# --------------------------------------------------------------------------------- calls in text
 
 
-def spoken(text: str) -> str:
-    """A turn without its thinking: no think block, closed or not, nor what stands before the end of one that the prompt
-    opened."""
-    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2]
+@dataclass
+class Turn:
+    """A model's turn, taken apart: see `read_turn`."""
+
+    said: str  # without its thinking and its calls
+    content: str  # all of it, thinking included, up to the first call
+    values: list[Any]  # the JSON value of every call; a Call with a note where there is none
 
 
-def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
-    """The calls in a model's turn, those in its thinking left out; what cannot be called carries a note.
+_TAGS = re.compile(r"</?think>|<tool_call>")
+_TAGS_OR_BRACE = re.compile(rf"{_TAGS.pattern}|\{{")
+_BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
+_BETWEEN = re.compile(r"[\s,]*")
 
-    Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one block are several
-    calls, and the last block may lack its closing tag.  `arguments` may be a JSON text.  `bare`: without tags, what
-    begins at the first brace is a call, and its last brace may be missing: small models often forget it.
+
+def read_turn(text: str, bare: bool = False) -> Turn:
+    """Take a turn apart from left to right; tags inside the JSON of a call are text.
+
+    What a think block holds (closed or not), and all before the end of one that the prompt opened,
+    is thinking. `bare`: a call may stand without its tags and begins at a brace.
     """
-    text = spoken(text)
-    if bare and "<tool_call>" not in text:
-        if "{" not in text:
-            return []
-        block = text[text.index("{"):].strip()
-        calls = _read_block(block, schemas)
-        closed = calls if calls[-1].name else _read_block(block + "}", schemas)
-        return closed if closed[-1].name else calls
-    calls = []
-    for block in text.split("<tool_call>")[1:]:
-        calls += _read_block(block.partition("</tool_call>")[0].strip(), schemas)
-    return calls
+    said, values, first, at = [], [], None, 0
+    opening = _TAGS_OR_BRACE if bare else _TAGS
+    while match := opening.search(text, at):
+        said.append(text[at : match.start()])
+        tag, at = match[0], match.end()
+        if tag == "<think>":
+            end = text.find("</think>", at)
+            at = len(text) if end < 0 else end + len("</think>")
+        elif tag == "</think>":
+            said, values, first = [], [], None
+        else:
+            first = match.start() if first is None else first
+            found, at = _read_block(text, match.start() if tag == "{" else at)
+            values += found
+    return Turn("".join([*said, text[at:]]), text[:first], values)
 
 
-def _read_block(block: str, schemas: list[dict]) -> list[Call]:
-    decoder, calls, at = json.JSONDecoder(), [], 0
-    while at < len(block) or not calls:
+def _read_block(text: str, at: int) -> tuple[list[Any], int]:
+    """The JSON values of the block of calls that begins at `at`, and where it ends."""
+    values: list[Any] = []
+    while True:
+        at = _BETWEEN.match(text, at).end()
+        if values and (end := _BLOCK_END.match(text, at)):
+            break
         try:
-            value, end = decoder.raw_decode(block, at)
+            value, at = json.JSONDecoder().raw_decode(text, at)
+            values.append(_scrub(value))
         except (ValueError, RecursionError) as e:
             reason = getattr(e, "msg", "nested too deeply")
             note = f"error: the call is not valid JSON ({reason}); close every quote and brace"
-            return [*calls, Call("", {}, note)]
-        calls.append(_check_call(_scrub(value), schemas))
-        at = end + len(block[end:]) - len(block[end:].lstrip(" \t\r\n,"))
-    return calls
+            values.append(Call("", {}, note))
+            end = _BLOCK_END.search(text, at)
+            break
+    return values, end.end() if end[0] == "</tool_call>" else end.start()
 
 
-_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+def spoken(text: str) -> str:
+    """A turn without its thinking and its calls."""
+    return read_turn(text).said
+
+
+def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
+    """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
+
+    Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one
+    block are several calls, and a block may lack its closing tag. `arguments` may be a JSON text,
+    null or empty. `bare`: in a text without the tags, what begins at the first brace is a call, and
+    its last brace may be missing: small models often forget it.
+    """
+    bare = bare and "<tool_call>" not in text
+    values = read_turn(text, bare).values
+    if bare and values and isinstance(values[-1], Call):
+        closed = read_turn(text + "}", bare).values
+        values = values if isinstance(closed[-1], Call) else closed
+    return [v if isinstance(v, Call) else _check_call(v, schemas) for v in values]
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
     """A call as read, with a note where the schema of its tool does not allow it."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", {}, 'error: a call is a JSON object {"name": "…", "arguments": {…}}')
-    name, arguments = value["name"], value.get("arguments", {})
+    name, arguments = value["name"], value.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = _scrub(json.loads(arguments))
+            arguments = _scrub(json.loads(arguments or "null"))
         except (ValueError, RecursionError):
-            pass
-    schema = next((s["function"] for s in schemas if s["function"]["name"] == name), None)
-    if schema is None:
-        known = ", ".join(s["function"]["name"] for s in schemas)
+            pass  # no object: said below
+    arguments = {} if arguments is None else arguments
+    tools = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
+    if name not in tools:
+        known = ", ".join(tools)
         return Call(name, {}, f"error: there is no tool {name[:80]!r}; the tools are: {known}")
     if not isinstance(arguments, dict):
         return Call(name, {}, f"error: the arguments of {name} must be a JSON object")
-    parameters = schema.get("parameters") or {}
-    known = parameters.get("properties") or {}
-    for key in parameters.get("required") or []:
-        if key not in arguments:
-            return Call(name, arguments, f"error: {name} needs the argument {key!r}")
-    for key, given in arguments.items():
-        if known and key not in known:
-            return Call(name, arguments, f"error: {name} has no argument {key[:80]!r}; it has: {', '.join(known)}")
-        kind = known.get(key, {}).get("type")
-        wanted = _TYPES.get(kind) if isinstance(kind, str) else None
-        wrong_bool = isinstance(given, bool) and wanted in (int, (int, float))
-        if wanted and (not isinstance(given, wanted) or wrong_bool):
-            return Call(name, arguments, f"error: the argument {key!r} of {name} must be of type {kind}")
-        if key == "query" and isinstance(given, str) and not given.strip():
-            return Call(name, arguments, "error: the query is empty; say in a few words what to look for")
-    return Call(name, arguments)
+    note = _schema_note(name, arguments, tools[name])
+    query = arguments.get("query")
+    if not note and isinstance(query, str) and not query.strip():
+        note = "error: the query is empty; say in a few words what to look for"
+    return Call(name, arguments, note)
 
 
-# ------------------------------------------------------------------------------------------------------------ the tools
+def _schema_note(name: str, arguments: dict, parameters: dict) -> str:
+    """How arguments break the JSON Schema of a tool, in words for the model; "" if they do not.
 
-SEARCH_TOOL = {"type": "function", "function": {
-    "name": "retrieve", "description": "Search the collection and return the passages that fit the query best.",
-    "parameters": {"type": "object", "required": ["query"], "properties": {
-        "query": {"type": "string", "description": "what to look for, in a few words"}}}}}
+    An argument that no property names is an error, unless the schema has additionalProperties.
+    """
+    dialect, known = validator_for(parameters, Draft202012Validator), parameters.get("properties")
+    if known:
+        new = "unevaluatedProperties" in dialect.VALIDATORS  # sees what allOf and $ref name, too
+        closed = "unevaluatedProperties" if new else "additionalProperties"
+        parameters = {closed: False} | parameters
+    try:
+        error = best_match(dialect(parameters, registry=Registry()).iter_errors(arguments))
+    except (Unresolvable, RecursionError, re.error):
+        return ""  # a reference or a pattern for the server alone to check
+    if error is None:
+        return ""
+    if error.path:
+        path, kinds = ".".join(map(str, error.path)), error.validator_value
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        wrong = f" must be of type {' or '.join(kinds)}" if error.validator == "type" else ""
+        return f"error: the argument {path!r} of {name}{wrong or ': ' + error.message[:300]}"
+    if error.validator == "required":
+        missing = next(key for key in error.validator_value if key not in arguments)
+        return f"error: {name} needs the argument {missing!r}"
+    unknown = next((key for key in arguments if key not in (known or arguments)), None)
+    if unknown is not None and error.validator.endswith("Properties"):
+        return f"error: {name} has no argument {unknown[:80]!r}; it has: {', '.join(known)}"
+    return f"error: the arguments of {name}: {error.message[:300]}"
+
+
+# ------------------------------------------------------------------------------------- the tools
+
+SEARCH_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "retrieve",
+        "description": "Search the collection and return the passages that fit the query best.",
+        "parameters": {
+            "type": "object",
+            "required": ["query"],
+            "properties": {
+                "query": {"type": "string", "description": "what to look for, in a few words"}
+            },
+        },
+    },
+}
+
+
+def numbered(contents: Iterable[str]) -> list[str]:
+    """Passages as an agent reads them: their place, and the title without its quotes."""
+    shown = []
+    for place, passage in enumerate(contents, 1):
+        title, newline, text = passage.partition("\n")
+        title = title.removeprefix('"').removesuffix('"') if newline else title
+        shown.append(f"[{place}] {title}{newline}{text}")
+    return shown
 
 
 def begin(work: Callable[[], Any]) -> Future:
-    """work() in a thread of its own, which does not keep the process alive: what hangs cannot be stopped."""
+    """work() in a daemon thread: what hangs cannot be stopped, and must not keep the process."""
+    import torch
+
     future: Future = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.cuda.current_device() if used else None
 
     def run() -> None:
         try:
@@ -158,19 +236,25 @@ def begin(work: Callable[[], Any]) -> Future:
 
 
 class RetrieverTools:
-    """A retriever of this process as the tool `retrieve`: one `search` for all queries of a round, equal ones once."""
+    """A retriever of this process as the tool `retrieve`: one search for all queries of a round."""
 
     schemas = [SEARCH_TOOL]
 
-    def __init__(self, retriever, document: Callable[[str], dict], top_k: int, timeout: float, numbered: bool):
-        """document: passage id → {"contents"} (serve.Texts.document); numbered: documents begin with their place."""
-        self.retriever, self.document, self.top_k, self.timeout = retriever, document, top_k, timeout
-        self.numbered, self.seconds = numbered, 0.0  # spent in `run` since somebody set it to 0
-        self.search: Future | None = None  # under way, or the last one: a retriever is not asked by two threads at once
+    def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
+        """document: passage id → {"contents"}; numbered: documents begin with their place."""
+        self.retriever, self.document, self.top_k, self.timeout = (
+            retriever,
+            document,
+            top_k,
+            timeout,
+        )
+        self.numbered, self.seconds = numbered, 0.0  # seconds in `run` since somebody set it to 0
+        self.search: Future | None = None  # the last one: two threads must not ask at once
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets its documents, or the reason of a technical failure."""
-        queries, began = list(dict.fromkeys(call.arguments["query"] for call in calls)), time.perf_counter()
+        queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
+        began = time.perf_counter()
         if not queries:
             return
         try:
@@ -181,24 +265,20 @@ class RetrieverTools:
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:  # not turned into a score: these episodes are left out and counted
-            late = isinstance(e, TIMEOUTS)
-            reason = f"no answer within {self.timeout:g} s" if late else f"{type(e).__name__}: {e}"
+            reason = _reason(e, self.timeout)
             print(f"{len(calls)} searches failed: {reason}", file=sys.stderr, flush=True)
             hits = [reason] * len(queries)
-        found = dict(zip(queries, hits))
-        shown: dict[str, list | str] = {}
+        shown = {query: self._documents(one) for query, one in zip(queries, hits)}
         for call in calls:
-            query = call.arguments["query"]
-            if query not in shown:
-                shown[query] = self._documents(found[query])
-            if isinstance(shown[query], str):
-                call.failure = shown[query]
+            documents = shown[call.arguments["query"]]
+            if isinstance(documents, str):
+                call.failure = documents
             else:
-                call.documents, call.done = list(shown[query]), True
+                call.documents, call.done = list(documents), True
         self.seconds += time.perf_counter() - began
 
     def _documents(self, hits: list | str) -> list[tuple[str, str]] | str:
-        """(id, text) of one query's hits; the reason where they are no (id, score) pairs of this corpus."""
+        """(id, text) of one query's hits; a text, the reason, where they are no hits."""
         if isinstance(hits, str):
             return hits
         try:
@@ -208,120 +288,200 @@ class RetrieverTools:
             raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
             return f"the retriever gave {str(hits)[:80]!r}, which are no hits of this corpus ({e})"
-        if self.numbered:
-            texts = [f"[{place}] {_untitled(text)}" for place, text in enumerate(texts, 1)]
-        return list(zip(ids, texts))
+        return list(zip(ids, numbered(texts) if self.numbered else texts))
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-def _untitled(contents: str) -> str:
-    """Contents with the quotes of its title line left out."""
-    title, newline, text = contents.partition("\n")
-    return title.removeprefix('"').removesuffix('"') + newline + text if newline else contents
-
-
 class MCPTools:
-    """The tools of an MCP server, named by URL (streamable HTTP; SSE where it ends in /sse) or started by a command.
+    """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
-    One connection for the whole run, in a thread with its event loop; schemas come from the server.  The calls of a
-    round are sent together, `at_once` at a time.  What the server answers, errors of the tool (isError) included, is
-    for the model to read; a protocol error, a lost connection or a time-out is a technical failure.
+    One connection, held by a task of an event loop in a thread; schemas come from the server. The
+    calls of a round are sent together, `at_once` at a time. What the server answers, errors of the
+    tool included, is for the model to read; a protocol error or a time-out is a technical failure.
+
+    A lost connection is opened again (a command is started again), at growing intervals for at most
+    `timeout` seconds, and the calls that it lost are sent again, at most twice. After a round that
+    found no server, the next ones try once.
     """
 
     def __init__(self, target: str, timeout: float, at_once: int = 64):
         try:
             import mcp  # noqa: F401
         except ImportError as e:
-            raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): pip install -r requirements-serve.txt"
-                              ) from e
+            way_out = "pip install -r requirements-serve.txt"
+            raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): {way_out}") from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
+        self.sound = self.away = False  # the connection worked at last; no server was found at last
         self.loop = asyncio.new_event_loop()
-        self.ready: Future = Future()
-        threading.Thread(target=self._run, daemon=True, name="mcp").start()
+        threading.Thread(target=self.loop.run_forever, daemon=True, name="mcp").start()
         try:
-            self.schemas = self.ready.result(timeout)
+            tools = self._wait(self._open())
+            for tool in tools:
+                dialect = validator_for(tool.input_schema, Draft202012Validator)
+                dialect.check_schema(tool.input_schema, None)
         except Exception as e:
-            reason = _inner(e)
-            reason = f"no answer within {timeout:g} s" if isinstance(reason, TIMEOUTS) else reason
-            raise ConfigError(f"episode.mcp={target}: {reason}; start that server, or give its URL (serve.py's ends in "
-                              "/mcp) or command") from e
-        if not self.schemas:
+            self.close()
+            way_out = "start that server, or give its URL (serve.py's ends in /mcp) or command"
+            reason = f"{_reason(e, timeout)}; {way_out}"
+            if isinstance(e, SchemaError):
+                reason = f"the parameters of its tool {tool.name!r} are no JSON Schema: {e.message}"
+            raise ConfigError(f"episode.mcp={target}: {reason}") from e
+        if not tools:
+            self.close()
             raise ConfigError(f"episode.mcp={target}: this server has no tools")
+        self.schemas = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in tools
+        ]
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
+    def _wait(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _open(self) -> list:
+        """Connect, in a task that holds the connection; the server's tools."""
+        opened = self.loop.create_future()
+        self.session = self.loop.create_task(self._hold(opened))
         try:
-            self.loop.run_until_complete(self._connect())
-        except BaseException as e:
-            if not self.ready.done():
-                self.ready.set_exception(e)
+            tools = await asyncio.wait_for(opened, self.timeout)
+        except BaseException:
+            await self._close()
+            raise
+        self.sound, self.away = True, False
+        return tools
 
-    async def _connect(self) -> None:
+    async def _hold(self, opened: asyncio.Future) -> None:
         from mcp import Client
+        from mcp.client.sse import sse_client
         from mcp.client.stdio import StdioServerParameters
+
         target: Any = self.target
         if not re.match(r"https?://", target):
-            words = shlex.split(target)
-            target = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
+            command, *words = shlex.split(target)
+            target = StdioServerParameters(command=command, args=words, env=dict(os.environ))
         elif target.rstrip("/").endswith("/sse"):
-            from mcp.client.sse import sse_client
             target = sse_client(target)
-        self.closing = asyncio.Event()
-        async with Client(target, read_timeout_seconds=self.timeout) as client:
-            self.client, tools, cursor = client, [], None
-            while True:
-                page = await client.list_tools(cursor=cursor)
-                tools += page.tools
-                if not (cursor := page.next_cursor):
-                    break
-            self.ready.set_result([{"type": "function", "function": {
-                "name": t.name, "description": t.description or "", "parameters": t.input_schema}} for t in tools])
-            await self.closing.wait()
+        try:
+            async with Client(target, read_timeout_seconds=self.timeout) as self.client:
+                page = await self.client.list_tools()
+                tools = [*page.tools]
+                while page.next_cursor:
+                    page = await self.client.list_tools(cursor=page.next_cursor)
+                    tools += page.tools
+                opened.set_result(tools)
+                await self.loop.create_future()  # until `_close` cancels it, or the client fails
+        except Exception as e:
+            if not opened.done():
+                opened.set_exception(e)
+
+    async def _close(self) -> None:
+        self.session.cancel()
+        await asyncio.wait({self.session}, timeout=self.timeout)
+
+    async def _connect(self) -> None:
+        """See that there is a connection that works, or raise why there is none."""
+        if not self.sound and not self.session.done():
+            try:
+                await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 5)
+                self.sound = True
+            except Exception:
+                await self._close()
+        wait, end = 0.5, time.monotonic() + (0 if self.away else self.timeout)
+        while self.session.done():
+            try:
+                print(f"warning: connecting to {self.target} again", file=sys.stderr, flush=True)
+                await self._open()
+            except Exception:
+                if time.monotonic() + wait > end:
+                    self.away = True
+                    raise
+                await asyncio.sleep(wait)
+                wait *= 2
 
     def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets what the server answered, or the reason of a technical failure."""
+        """Carry out calls: each gets what the server answered, or why it failed technically."""
         if not calls:
             return
         began = time.perf_counter()
-        future = asyncio.run_coroutine_threadsafe(self._call_all(calls), self.loop)
-        try:
-            future.result(self.timeout * (2 + len(calls) / self.at_once))
-        except TIMEOUTS:
-            future.cancel()
-            for call in calls:
-                if not call.done:
-                    call.failure = call.failure or "the MCP client gave no answer"
+        self._wait(self._run(calls))
         self.seconds += time.perf_counter() - began
-        failed = [call.failure for call in calls if call.failure]
-        if failed:
-            print(f"{len(failed)} of {len(calls)} tool calls failed: {failed[0]}", file=sys.stderr, flush=True)
+        if failed := [call.failure for call in calls if call.failure]:
+            counted = f"{len(failed)} of {len(calls)} tool calls failed"
+            print(f"{counted}: {failed[0]}", file=sys.stderr, flush=True)
 
-    async def _call_all(self, calls: list[Call]) -> None:
+    async def _run(self, calls: list[Call]) -> None:
         gate = asyncio.Semaphore(self.at_once)
+        for _ in range(3):
+            try:
+                await self._connect()
+            except Exception as e:
+                for call in calls:
+                    call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+                return
+            lost = await asyncio.gather(*(self._call(call, gate) for call in calls))
+            calls = [call for call, again in zip(calls, lost) if again]
+            if not calls:
+                return
 
-        async def one(call: Call) -> None:
-            async with gate:
-                try:
-                    answer = await asyncio.wait_for(self.client.call_tool(call.name, call.arguments), self.timeout)
-                except Exception as e:
-                    reason = f"no answer within {self.timeout:g} s" if isinstance(e, TIMEOUTS) else str(_inner(e))
-                    call.failure = f"{call.name}: {reason or type(e).__name__}"
-                    return
-            texts = [part.text for part in answer.content if getattr(part, "text", None) is not None]
-            call.documents, call.done = [(None, text) for text in texts], True
+    async def _call(self, call: Call, gate: asyncio.Semaphore) -> bool:
+        """Carry out a call; True where it was lost with its connection."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        await asyncio.gather(*map(one, calls))
+        async with gate:
+            try:
+                work = self.client.call_tool(call.name, call.arguments)
+                answer = await asyncio.wait_for(work, self.timeout)
+            except Exception as e:
+                code = e.code if isinstance(e, MCPError) else None
+                self.sound = self.sound and code not in (None, CONNECTION_CLOSED, REQUEST_TIMEOUT)
+                call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+                return code == CONNECTION_CLOSED or self.session.done()
+        call.documents = [(None, text) for text in _texts(answer)]
+        call.failure, call.done = "", True
+        return False
 
     def close(self) -> None:
         """End the connection, and the server that a command started."""
-        if self.ready.done() and not self.ready.exception():
-            self.loop.call_soon_threadsafe(self.closing.set)
+        self._wait(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def _inner(e: BaseException) -> BaseException:
+def _texts(answer: Any) -> list[str]:
+    """The parts of an MCP result as texts; images and the like are named in brackets."""
+    texts = []
+    for part in answer.content:
+        inner = getattr(part, "resource", part)  # of a resource that is sent along
+        if part.type == "resource_link":
+            texts.append(f"[link: {part.name}, {part.uri}] {part.description or ''}".rstrip())
+        elif hasattr(inner, "text"):
+            texts.append(inner.text)
+        else:
+            texts.append(f"[{part.type}, {inner.mime_type}: not shown]")
+    structured = answer.structured_content
+    if structured is not None and all(part.type != "text" for part in answer.content):
+        texts.insert(0, json.dumps(structured, ensure_ascii=False))
+    if answer.is_error and not texts:
+        texts = ["error: the tool failed and gave no reason"]
+    return texts
+
+
+def single(e: BaseException) -> BaseException:
     """The first single exception inside groups of them."""
     while getattr(e, "exceptions", None):
         e = e.exceptions[0]
     return e
+
+
+def _reason(e: BaseException, timeout: float) -> str:
+    e = single(e)
+    late = isinstance(e, TIMEOUTS)
+    return f"no answer within {timeout:g} s" if late else f"{type(e).__name__}: {e}"

@@ -168,26 +168,26 @@ def test_research_gets_flashrags_shapes(server, bm25):
 
 
 @pytest.mark.parametrize("path,body,status,reason", [
-    ("retrieve", {"queries": ["a"] * 51}, 413, "51 queries; a request may have 50"),
-    ("retrieve", {"queries": ["a", "b" * 1001]}, 413, "query 1 has 1001 characters; it may have 1000"),
-    ("retrieve", {"queries": ["a"], "topk": 0}, 422, "topk is 0; it must be 1 to 200"),
-    ("retrieve", {"queries": ["a"], "query_ids": ["q1"], "topk": 201}, 422, "topk is 201"),
+    ("retrieve", {"queries": ["a"] * 51}, 413, "queries: List should have at most 50 items after validation, not 51"),
+    ("retrieve", {"queries": ["a", "b" * 1001]}, 413, "queries.1: String should have at most 1000 characters"),
+    ("retrieve", {"queries": ["a"], "topk": 0}, 422, "topk: Input should be greater than or equal to 1, not 0"),
+    ("retrieve", {"queries": ["a"], "query_ids": ["q1"], "topk": 201}, 422, "topk: Input should be less than or equal to 200, not 201"),
     ("retrieve", {"queries": ["a", "b"], "query_ids": ["q1"]}, 422, "2 queries but 1"),
     ("retrieve", {"queries": ["a"], "query_ids": ["q9"]}, 422, "'q9' has no gold passage in the qrels"),
     ("retrieve", {"queries": ["a"], "query_ids": ["q4"]}, 422, "'q4' has no gold"),  # judged, with gain 0
     ("retrieve", {"query_ids": ["q1"]}, 422, "queries: Field required"),
     ("retrieve", {"queries": "red"}, 422, "queries: Input should be a valid list"),
     ("retrieve", {"queries": ["a"], "topk": "many"}, 422, "topk: Input should be a valid integer"),
-    ("batch_search", {"query": ["a"], "top_n": -1}, 422, "top_n is -1"),
-    ("search", {"query": "a", "top_n": 201}, 422, "top_n is 201"),
+    ("batch_search", {"query": ["a"], "top_n": -1}, 422, "top_n: Input should be greater than or equal to 1, not -1"),
+    ("search", {"query": "a", "top_n": 201}, 422, "top_n: Input should be less than or equal to 200, not 201"),
     ("search", {"query": ["a"]}, 422, "query: Input should be a valid string"),
-    ("hits", {"queries": ["a"], "k": 0}, 422, "k is 0"),
+    ("hits", {"queries": ["a"], "k": 0}, 422, "k: Input should be greater than or equal to 1, not 0"),
     ("hits", {"queries": [None], "k": 1}, 422, "queries.0: Input should be a valid string"),
     ("gold_ranks", {"queries": ["a"], "gold_ids": [["p99"]]}, 422, "'p99' of query 0 is not among the 60 passages"),
     ("gold_ranks", {"queries": ["a", "b"], "gold_ids": [["p01"], []]}, 422, "query 1"),
     ("gold_ranks", {"queries": ["a"], "gold_ids": []}, 422, "1 queries but 0"),
-    ("gold_ranks", {"queries": ["a"], "gold_ids": [["p01"]], "cutoff": 0}, 422, "cutoff is 0"),
-    ("has_ids", {"ids": ["x"] * 100_001}, 413, "100001 ids"),
+    ("gold_ranks", {"queries": ["a"], "gold_ids": [["p01"]], "cutoff": 0}, 422, "cutoff: Input should be greater than or equal to 1, not 0"),
+    ("has_ids", {"ids": ["x"] * 100_001}, 413, "ids: List should have at most 100000 items after validation, not 100001"),
     ("has_ids", {}, 422, "ids: Field required"),
     ("elsewhere", {}, 404, "Not Found"),
 ])
@@ -223,7 +223,7 @@ def test_remote_retriever_is_the_served_one(server, bm25):
                            (lambda: remote.search("red", 3), "queries is the text 'red'"),
                            (lambda: remote.gold_ranks("a", [["p01"]]), "queries is the text 'a'"),
                            (lambda: remote.search([None], 3), "query 0 is None"),
-                           (lambda: remote.search(["a"], 500), "k is 500")):
+                           (lambda: remote.search(["a"], 500), "less than or equal to 200, not 500")):
         with pytest.raises(RetrieverError, match=message) as e:
             wrong()
         assert not isinstance(e.value, RetrieverAway)
@@ -316,6 +316,19 @@ def test_mcp_over_stdio(files, bm25, tmp_path):
     assert last["requests"] == 3 and last["failed"] == 0  # the client closed stdin: a clean end, its line on stderr
 
 
+def test_a_client_that_leaves_in_the_middle_ends_a_stdio_server_quietly(files):
+    """Its pipes break while an answer is written: no traceback, status 0."""
+    words = ["mcp=stdio", f"retriever.corpus={files / 'corpus.jsonl'}"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), *words], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    process.stdin.write(json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}}) + "\n")
+    process.stdin.flush()
+    process.stdin.close()
+    assert process.wait(60) == 0 and "Traceback" not in process.stderr.read()
+
+
 def test_sigterm_over_stdio_leaves_stdout_to_the_protocol(files):
     words = ["mcp=stdio", f"retriever.corpus={files / 'corpus.jsonl'}"]
     process = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), *words], stdin=subprocess.PIPE,
@@ -356,7 +369,7 @@ class Stub:
         return [FAILED if q == "nan" else len(q) if gold == ["g"] else None for q, gold in zip(queries, golds)]
 
 
-async def ask(app, path: str, body: dict) -> tuple[int, dict]:
+async def ask(app, path: str, body: dict, host: str = "127.0.0.1") -> tuple[int, dict]:
     """One request to an ASGI application, without a socket."""
     sent, parts = [], [json.dumps(body).encode()[i:i + 1000] for i in range(0, len(json.dumps(body)), 1000)]
 
@@ -368,7 +381,7 @@ async def ask(app, path: str, body: dict) -> tuple[int, dict]:
 
     await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
                "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("t", 1),
-               "server": ("t", 80), "headers": [(b"content-type", b"application/json")]}, receive, send)
+               "server": ("t", 80), "headers": [(b"content-type", b"application/json"), (b"host", host.encode())]}, receive, send)
     return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 
 
@@ -462,6 +475,94 @@ def test_a_dense_retriever_is_served_the_same(tmp_path):
     assert service.close()["kind"] == "dense"
 
 
+# ------------------------------------------------------------------------------------------ connections of a real server
+
+@pytest.fixture
+def listening(monkeypatch):
+    """(Stub, server, port) of a server in this process, whose patience is a fifth of a second."""
+    monkeypatch.setattr(serve, "PATIENCE", 0.2)
+    stub, cfg = Stub(), serve.ServeConfig(mcp="off", port=0)
+    listener, server = serve.listen(cfg), serve.make_server(serve.Service(cfg, stub))
+    listener.listen(64)
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield stub, server, port
+    stub.go.set()
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def raw_request(path: str, body: str, length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {length}\r\n\r\n{body}").encode()
+
+
+HITS = raw_request("/hits", '{"queries": ["red"], "k": 1}')
+
+
+def test_connections_that_keep_the_server_waiting_are_closed(listening):
+    stub, server, port = listening
+    stub.go.set()
+    begun = {"nothing": b"", "half a header": HITS[:40], "half a body": HITS[:-5],
+             "idle after an answer": HITS, "half a request after an answer": HITS + HITS[:40]}
+    for name, sent in begun.items():
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(sent)
+            answer, part = b"", b"-"
+            while part:  # until the server closes
+                part = client.recv(65536)
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 200" if "answer" in name else b""), name
+        assert ("answer" in name) == bool(answer), name
+
+
+def test_a_peer_that_does_not_read_its_answer_is_given_up(listening):
+    stub, server, port = listening
+    stub.go.set()
+    body = json.dumps({"queries": ["x" * 1000] * 4000, "k": 10})  # an answer of 40 MB
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(raw_request("/hits", body))
+        assert stub.begun.wait(10)
+        deadline = time.monotonic() + 15
+        while server.server_state.connections and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not server.server_state.connections
+
+
+def test_a_search_may_take_longer_than_a_connection_may_idle(listening):
+    stub, server, port = listening
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(HITS)
+        assert stub.begun.wait(10)
+        time.sleep(1)
+        stub.go.set()
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        (connection,) = server.server_state.connections  # answers must not wait for acknowledgements
+        own = connection.transport.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_local_server_answers_to_local_names_alone():
+    """A web page whose name was made to resolve to 127.0.0.1 sends its own name as Host."""
+    stub = Stub()
+    stub.go.set()
+    body = {"queries": ["red"], "k": 1}
+    for host, allowed in (("127.0.0.1:8000", True), ("localhost", True), ("LOCALHOST:1", True), ("[::1]:8000", True),
+                          ("evil.example:8000", False), ("localhost.evil.example", False), ("", False)):
+        service = service_of(stub)
+        status, answer = asyncio.run(ask(serve.make_app(service), "/hits", body, host))
+        assert status == (200 if allowed else 421), host
+        assert allowed or f"Host is {host!r}" in answer["detail"] and service.counts["refused"] == 1
+    app = serve.make_app(service_of(stub, host="0.0.0.0"))
+    assert asyncio.run(ask(app, "/hits", body, "search.example"))[0] == 200
+    for path in ("/docs", "/redoc", "/openapi.json", "/elsewhere"):
+        assert asyncio.run(ask(app, path, {}))[0] == 404
+
+
 # ------------------------------------------------------------------------------------- files, start and end of a server
 
 @pytest.mark.parametrize("name,text", [
@@ -498,7 +599,7 @@ def test_wrong_settings_and_files_are_named_before_anything_is_served(files, tmp
                 (DataError, "'nowhere' is not in the index", {"qrels": str(tmp_path / "other.qrels")}),
                 (ConfigError, "choose another port", {"port": taken.getsockname()[1]}),
                 (ConfigError, "port 70000", {"port": 70000}),
-                (ConfigError, "max_k is 0", {"max_k": 0}), (ConfigError, "topk is 2000", {"topk": 2000}),
+                (ConfigError, "topk=2000 must not be above max_k=1000", {"topk": 2000}),
                 (ConfigError, "is remote", {"retriever": RetrieverConfig(kind="remote", url="http://localhost:1")}),
                 (ConfigError, "give corpus=FILE", {"retriever": RetrieverConfig(index="x"), "mcp": "stdio"}),
                 (RetrieverError, "neither corpus nor index", {"retriever": RetrieverConfig()})):
