@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -144,65 +146,74 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
         except (ValueError, RecursionError):
             pass  # no object: said below
     arguments = {} if arguments is None else arguments
-    tools = {s["function"]["name"]: s["function"].get("parameters") or {} for s in schemas}
-    if name not in tools:
-        known = ", ".join(tools)
+    schema = next((s for s in schemas if s["function"]["name"] == name), None)
+    if schema is None:
+        known = ", ".join(s["function"]["name"] for s in schemas)
         return Call(name, {}, f"error: there is no tool {name[:80]!r}; the tools are: {known}")
     if not isinstance(arguments, dict):
         return Call(name, {}, f"error: the arguments of {name} must be a JSON object")
-    note = _schema_note(name, arguments, tools[name])
-    query = arguments.get("query")
+    note, query = _schema_note(arguments, schema), arguments.get("query")
     if not note and isinstance(query, str) and not query.strip():
         note = "error: the query is empty; say in a few words what to look for"
     return Call(name, arguments, note)
 
 
-def _schema_note(name: str, arguments: dict, parameters: dict) -> str:
+def _dialect(schema: dict) -> type:
+    """The validator of the JSON Schema version that a tool's parameters are written in."""
+    return validator_for(schema["function"].get("parameters") or {}, Draft202012Validator)
+
+
+def _check_parameters(schema: dict) -> None:
+    function = schema["function"]
+    try:
+        _dialect(schema).check_schema(function["parameters"], format_checker=None)
+    except SchemaError as e:
+        problem = f"the parameters of tool {function['name']!r} are no JSON Schema: {e.message}"
+        raise ValueError(problem) from e
+
+
+def _schema_note(arguments: dict, schema: dict) -> str:
     """How arguments break the JSON Schema of a tool, in words for the model; "" if they do not.
 
     An argument that no property names is an error, unless the schema has additionalProperties.
     """
-    dialect, known = validator_for(parameters, Draft202012Validator), parameters.get("properties")
+    name, parameters = schema["function"]["name"], schema["function"].get("parameters") or {}
+    known, dialect = parameters.get("properties") or {}, _dialect(schema)
+    # unevaluatedProperties, new in 2019-09, sees what allOf and $ref name, too
+    closed = [f"{word}Properties" for word in ("unevaluated", "additional")]
     if known:
-        new = "unevaluatedProperties" in dialect.VALIDATORS  # sees what allOf and $ref name, too
-        closed = "unevaluatedProperties" if new else "additionalProperties"
-        parameters = {closed: False} | parameters
+        parameters = {next(key for key in closed if key in dialect.VALIDATORS): False} | parameters
     try:
         error = best_match(dialect(parameters, registry=Registry()).iter_errors(arguments))
     except (Unresolvable, RecursionError, re.error):
-        return ""  # a reference or a pattern for the server alone to check
+        return ""  # a reference or a pattern that the server alone can check
     if error is None:
         return ""
-    if error.path:
-        path, kinds = ".".join(map(str, error.path)), error.validator_value
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        wrong = f" must be of type {' or '.join(kinds)}" if error.validator == "type" else ""
-        return f"error: the argument {path!r} of {name}{wrong or ': ' + error.message[:300]}"
-    if error.validator == "required":
-        missing = next(key for key in error.validator_value if key not in arguments)
-        return f"error: {name} needs the argument {missing!r}"
-    unknown = next((key for key in arguments if key not in (known or arguments)), None)
-    if unknown is not None and error.validator.endswith("Properties"):
-        return f"error: {name} has no argument {unknown[:80]!r}; it has: {', '.join(known)}"
-    return f"error: the arguments of {name}: {error.message[:300]}"
+    if error.validator in closed and not error.path:
+        unknown = next(key for key in arguments if key not in known)
+        return (
+            f"error: {name} has no argument {unknown[:80]!r}; it has: {', '.join(known) or 'none'}"
+        )
+    path = ".".join(map(str, error.path))
+    place = f"argument {path!r}" if path else "arguments"
+    return f"error: the {place} of {name}: {error.message[:300]}"
 
 
 # ------------------------------------------------------------------------------------- the tools
 
-SEARCH_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "retrieve",
-        "description": "Search the collection and return the passages that fit the query best.",
-        "parameters": {
-            "type": "object",
-            "required": ["query"],
-            "properties": {
-                "query": {"type": "string", "description": "what to look for, in a few words"}
-            },
-        },
-    },
-}
+
+def _schema(name: str, description: str, parameters: dict) -> dict:
+    """A tool as chat templates show it; parameters: its JSON Schema."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_QUERY = {"query": {"type": "string", "description": "what to look for, in a few words"}}
+SEARCH_TOOL = _schema(
+    "retrieve",
+    "Search the collection and return the passages that fit the query best.",
+    {"type": "object", "required": ["query"], "properties": _QUERY},
+)
 
 
 def numbered(contents: Iterable[str]) -> list[str]:
@@ -259,7 +270,9 @@ class RetrieverTools:
             return
         try:
             if self.search is not None and not self.search.done():
-                raise RuntimeError("an earlier search, given up after its time-out, has not come back")
+                raise RuntimeError(
+                    "an earlier search, given up after its time-out, has not come back"
+                )
             self.search = begin(lambda: self.retriever.search(queries, self.top_k))
             hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
@@ -297,68 +310,40 @@ class RetrieverTools:
 class MCPTools:
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
-    One connection, held by a task of an event loop in a thread; schemas come from the server. The
-    calls of a round are sent together, `at_once` at a time. What the server answers, errors of the
-    tool included, is for the model to read; a protocol error or a time-out is a technical failure.
+    One connection, in an event loop of its own thread; schemas come from the server. The calls of a
+    round are sent together, `at_once` at a time. What the server answers, errors of the tool
+    included, is for the model to read; a protocol error or a time-out is a technical failure.
 
     A lost connection is opened again (a command is started again), at growing intervals for at most
-    `timeout` seconds, and the calls that it lost are sent again, at most twice. After a round that
-    found no server, the next ones try once.
+    `timeout` seconds, and the calls that were lost with it are sent again, at most twice. After a
+    round that found no server, the next ones try once.
     """
 
     def __init__(self, target: str, timeout: float, at_once: int = 64):
         try:
             import mcp  # noqa: F401
+            from anyio.from_thread import start_blocking_portal
         except ImportError as e:
             way_out = "pip install -r requirements-serve.txt"
             raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): {way_out}") from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
+        self.client: Any = None
         self.sound = self.away = False  # the connection worked at last; no server was found at last
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True, name="mcp").start()
+        self.connection, self.thread = ExitStack(), ExitStack()
+        self.portal = self.thread.enter_context(start_blocking_portal(name="mcp"))
         try:
-            tools = self._wait(self._open())
-            for tool in tools:
-                dialect = validator_for(tool.input_schema, Draft202012Validator)
-                dialect.check_schema(tool.input_schema, None)
+            self.schemas = self._open()
+            if not self.schemas:
+                raise ValueError("this server has no tools")
+            for schema in self.schemas:
+                _check_parameters(schema)
         except Exception as e:
             self.close()
             way_out = "start that server, or give its URL (serve.py's ends in /mcp) or command"
-            reason = f"{_reason(e, timeout)}; {way_out}"
-            if isinstance(e, SchemaError):
-                reason = f"the parameters of its tool {tool.name!r} are no JSON Schema: {e.message}"
-            raise ConfigError(f"episode.mcp={target}: {reason}") from e
-        if not tools:
-            self.close()
-            raise ConfigError(f"episode.mcp={target}: this server has no tools")
-        self.schemas = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in tools
-        ]
+            raise ConfigError(f"episode.mcp={target}: {_reason(e, timeout)}; {way_out}") from e
 
-    def _wait(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    async def _open(self) -> list:
-        """Connect, in a task that holds the connection; the server's tools."""
-        opened = self.loop.create_future()
-        self.session = self.loop.create_task(self._hold(opened))
-        try:
-            tools = await asyncio.wait_for(opened, self.timeout)
-        except BaseException:
-            await self._close()
-            raise
-        self.sound, self.away = True, False
-        return tools
-
-    async def _hold(self, opened: asyncio.Future) -> None:
+    def _open(self) -> list[dict]:
+        """Connect; the schemas of the server's tools."""
         from mcp import Client
         from mcp.client.sse import sse_client
         from mcp.client.stdio import StdioServerParameters
@@ -369,90 +354,87 @@ class MCPTools:
             target = StdioServerParameters(command=command, args=words, env=dict(os.environ))
         elif target.rstrip("/").endswith("/sse"):
             target = sse_client(target)
-        try:
-            async with Client(target, read_timeout_seconds=self.timeout) as self.client:
-                page = await self.client.list_tools()
-                tools = [*page.tools]
-                while page.next_cursor:
-                    page = await self.client.list_tools(cursor=page.next_cursor)
-                    tools += page.tools
-                opened.set_result(tools)
-                await self.loop.create_future()  # until `_close` cancels it, or the client fails
-        except Exception as e:
-            if not opened.done():
-                opened.set_exception(e)
+        client = Client(target, read_timeout_seconds=self.timeout)
+        held = self.portal.wrap_async_context_manager(client)
+        self.client = self.connection.enter_context(held)
+        page = self.portal.call(self.client.list_tools)
+        tools = [*page.tools]
+        while page.next_cursor:
+            page = self.portal.call(partial(self.client.list_tools, cursor=page.next_cursor))
+            tools += page.tools
+        self.sound, self.away = True, False
+        return [_schema(t.name, t.description or "", t.input_schema) for t in tools]
 
-    async def _close(self) -> None:
-        self.session.cancel()
-        await asyncio.wait({self.session}, timeout=self.timeout)
+    def _close(self) -> None:
+        self.client = None
+        with suppress(Exception):  # what ended a lost connection
+            self.connection.close()
 
-    async def _connect(self) -> None:
+    def _connect(self) -> None:
         """See that there is a connection that works, or raise why there is none."""
-        if not self.sound and not self.session.done():
+        if self.client and not self.sound:
             try:
-                await asyncio.wait_for(self.client.list_tools(cache_mode="bypass"), 5)
+                ask = partial(self.client.list_tools, cache_mode="bypass")
+                self.portal.start_task_soon(ask).result(5)
                 self.sound = True
             except Exception:
-                await self._close()
+                self._close()
         wait, end = 0.5, time.monotonic() + (0 if self.away else self.timeout)
-        while self.session.done():
+        while not self.client:
+            print(f"warning: connecting to {self.target} again", file=sys.stderr, flush=True)
             try:
-                print(f"warning: connecting to {self.target} again", file=sys.stderr, flush=True)
-                await self._open()
+                self._open()
             except Exception:
+                self._close()
                 if time.monotonic() + wait > end:
                     self.away = True
                     raise
-                await asyncio.sleep(wait)
+                time.sleep(wait)
                 wait *= 2
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets what the server answered, or why it failed technically."""
-        if not calls:
-            return
-        began = time.perf_counter()
-        self._wait(self._run(calls))
-        self.seconds += time.perf_counter() - began
-        if failed := [call.failure for call in calls if call.failure]:
-            counted = f"{len(failed)} of {len(calls)} tool calls failed"
-            print(f"{counted}: {failed[0]}", file=sys.stderr, flush=True)
-
-    async def _run(self, calls: list[Call]) -> None:
-        gate = asyncio.Semaphore(self.at_once)
+        began, left = time.perf_counter(), calls
         for _ in range(3):
             try:
-                await self._connect()
+                if left:
+                    self._connect()
             except Exception as e:
-                for call in calls:
+                for call in left:
                     call.failure = f"{call.name}: {_reason(e, self.timeout)}"
-                return
-            lost = await asyncio.gather(*(self._call(call, gate) for call in calls))
-            calls = [call for call, again in zip(calls, lost) if again]
-            if not calls:
-                return
+                break
+            parts = [left[i : i + self.at_once] for i in range(0, len(left), self.at_once)]
+            left = [call for part in parts for call in self._send(part)]
+        self.seconds += time.perf_counter() - began
+        if failed := [call.failure for call in calls if call.failure]:
+            count = f"{len(failed)} of {len(calls)} tool calls failed"
+            print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
 
-    async def _call(self, call: Call, gate: asyncio.Semaphore) -> bool:
-        """Carry out a call; True where it was lost with its connection."""
+    def _send(self, calls: list[Call]) -> list[Call]:
+        """Carry out calls at the same time; those that were lost with the connection."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        async with gate:
+        start, lost, end = self.portal.start_task_soon, [], time.monotonic() + self.timeout
+        answers = [start(self.client.call_tool, call.name, call.arguments) for call in calls]
+        for call, future in zip(calls, answers):
             try:
-                work = self.client.call_tool(call.name, call.arguments)
-                answer = await asyncio.wait_for(work, self.timeout)
-            except Exception as e:
+                answer = future.result(max(end - time.monotonic(), 0))
+                call.documents = [(None, text) for text in _texts(answer)]
+                call.failure, call.done = "", True
+            except (Exception, concurrent.futures.CancelledError) as e:
+                future.cancel()
                 code = e.code if isinstance(e, MCPError) else None
-                self.sound = self.sound and code not in (None, CONNECTION_CLOSED, REQUEST_TIMEOUT)
+                self.sound &= code not in (None, CONNECTION_CLOSED, REQUEST_TIMEOUT)
                 call.failure = f"{call.name}: {_reason(e, self.timeout)}"
-                return code == CONNECTION_CLOSED or self.session.done()
-        call.documents = [(None, text) for text in _texts(answer)]
-        call.failure, call.done = "", True
-        return False
+                if code == CONNECTION_CLOSED or code is None and not isinstance(e, TIMEOUTS):
+                    lost.append(call)
+        return lost
 
     def close(self) -> None:
         """End the connection, and the server that a command started."""
-        self._wait(self._close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._close()
+        self.thread.close()
 
 
 def _texts(answer: Any) -> list[str]:
