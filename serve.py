@@ -374,7 +374,9 @@ def make_app(service: Service) -> Callable:
         async with mcp.session_manager.run() if mcp else contextlib.nullcontext():
             yield
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    # not strict: a body without a content type is JSON, as it was to the servers of these clients
+    closed = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(lifespan=lifespan, strict_content_type=False, **closed)
     if mcp:
         part = mcp.streamable_http_app(stateless_http=True, json_response=True, host=host)
         app.router.routes.extend(part.routes)

@@ -57,42 +57,48 @@ class Call:
 # --------------------------------------------------------------------------------- calls in text
 
 
-@dataclass
-class Turn:
-    """A model's turn, taken apart: see `read_turn`."""
-
-    said: str  # without its thinking and its calls
-    content: str  # all of it, thinking included, up to the first call
-    values: list[Any]  # the JSON value of every call; a Call with a note where there is none
-
-
-_TAGS = re.compile(r"</?think>|<tool_call>")
-_TAGS_OR_BRACE = re.compile(rf"{_TAGS.pattern}|\{{")
+_TAGS, _TAGS_AND_BRACE = r"</?think>|<tool_call>", r"</?think>|\{"
 _BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def read_turn(text: str, bare: bool = False) -> Turn:
-    """Take a turn apart from left to right; tags inside the JSON of a call are text.
+def spoken(text: str) -> str:
+    """A turn without its thinking: no think block, closed or not, nor what the prompt opened."""
+    text = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
+    return text.rpartition("</think>")[2]
 
-    What a think block holds (closed or not), and all before the end of one that the prompt opened,
-    is thinking. `bare`: a call may stand without its tags and begins at a brace.
+
+def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
+    """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
+
+    Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one
+    block are several calls, and a block may lack its closing tag. Tags inside the JSON are text.
+    `arguments` may be a JSON text, null or empty. `bare`: in a text without the tags, what begins
+    at a brace is a call, and its last brace may be missing: small models often forget it.
     """
-    said, values, first, at = [], [], None, 0
-    opening = _TAGS_OR_BRACE if bare else _TAGS
-    while match := opening.search(text, at):
-        said.append(text[at : match.start()])
+    bare = bare and "<tool_call>" not in text
+    values = _call_values(text, bare)
+    if bare and values and isinstance(values[-1], Call):
+        closed = _call_values(text + "}", bare)
+        values = values if isinstance(closed[-1], Call) else closed
+    return [v if isinstance(v, Call) else _check_call(v, schemas) for v in values]
+
+
+def _call_values(text: str, bare: bool) -> list[Any]:
+    """The JSON value of every call outside of the thinking; a Call with a note where it is none."""
+    values, at, thought = [], 0, False
+    begins = re.compile(_TAGS_AND_BRACE if bare else _TAGS)
+    while match := begins.search(text, at):
         tag, at = match[0], match.end()
         if tag == "<think>":
-            end = text.find("</think>", at)
-            at = len(text) if end < 0 else end + len("</think>")
-        elif tag == "</think>":
-            said, values, first = [], [], None
+            thought, end = True, text.find("</think>", at)
+            at = len(text) if end < 0 else end
+        elif tag == "</think>":  # what stands before the first one was thought, too
+            values, thought = values if thought else [], True
         else:
-            first = match.start() if first is None else first
             found, at = _read_block(text, match.start() if tag == "{" else at)
             values += found
-    return Turn("".join([*said, text[at:]]), text[:first], values)
+    return values
 
 
 def _read_block(text: str, at: int) -> tuple[list[Any], int]:
@@ -112,27 +118,6 @@ def _read_block(text: str, at: int) -> tuple[list[Any], int]:
             end = _BLOCK_END.search(text, at)
             break
     return values, end.end() if end[0] == "</tool_call>" else end.start()
-
-
-def spoken(text: str) -> str:
-    """A turn without its thinking and its calls."""
-    return read_turn(text).said
-
-
-def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
-    """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
-
-    Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one
-    block are several calls, and a block may lack its closing tag. `arguments` may be a JSON text,
-    null or empty. `bare`: in a text without the tags, what begins at the first brace is a call, and
-    its last brace may be missing: small models often forget it.
-    """
-    bare = bare and "<tool_call>" not in text
-    values = read_turn(text, bare).values
-    if bare and values and isinstance(values[-1], Call):
-        closed = read_turn(text + "}", bare).values
-        values = values if isinstance(closed[-1], Call) else closed
-    return [v if isinstance(v, Call) else _check_call(v, schemas) for v in values]
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
@@ -189,14 +174,21 @@ def _schema_note(arguments: dict, schema: dict) -> str:
         return ""  # a reference or a pattern that the server alone can check
     if error is None:
         return ""
-    if error.validator in closed and not error.path:
+    if error.path:
+        place = f"the argument {'.'.join(map(str, error.path))!r} of {name}"
+        kinds = error.validator_value
+        if error.validator == "type":
+            kinds = kinds if isinstance(kinds, str) else " or ".join(kinds)
+            return f"error: {place} must be of type {kinds}"
+        return f"error: {place}: {error.message[:300]}"
+    if error.validator == "required":
+        missing = next(key for key in error.validator_value if key not in arguments)
+        return f"error: {name} needs the argument {missing!r}"
+    if error.validator in closed:
         unknown = next(key for key in arguments if key not in known)
-        return (
-            f"error: {name} has no argument {unknown[:80]!r}; it has: {', '.join(known) or 'none'}"
-        )
-    path = ".".join(map(str, error.path))
-    place = f"argument {path!r}" if path else "arguments"
-    return f"error: the {place} of {name}: {error.message[:300]}"
+        names = ", ".join(known) or "none"
+        return f"error: {name} has no argument {unknown[:80]!r}; it has: {names}"
+    return f"error: the arguments of {name}: {error.message[:300]}"
 
 
 # ------------------------------------------------------------------------------------- the tools

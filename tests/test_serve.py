@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import http.server
 import json
 import os
@@ -142,11 +143,15 @@ def test_search_r1_gets_documents(server, bm25):
     assert [len(one) for one in default] == [4]
 
 
-def test_ret_32_search_r1_without_scores_gets_a_list_of_lists(server, bm25):
+def test_search_r1_without_scores_gets_a_list_of_lists(server, bm25):
     status, answer = call(server.url + "/retrieve", {"queries": ["red", "fox dog"], "return_scores": False})
     assert (status, answer) == (200, {"result": [[{"id": id_, "contents": contents(id_)} for id_, _ in one]
                                                  for one in bm25.search(["red", "fox dog"], 4)]})
     assert call(server.url + "/retrieve", {"queries": ["red", "fox dog"]}) == (status, answer)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)  # as requests.post(url, data=json.dumps(…)) does
+    connection.request("POST", "/retrieve", json.dumps({"queries": ["red", "fox dog"]}))
+    assert json.load(connection.getresponse()) == answer
+    connection.close()
 
 
 def test_research_gets_flashrags_shapes(server, bm25):

@@ -1,4 +1,4 @@
-"""episodes/tools.py: how calls are read and checked, and MCP servers that stop, crash and come back."""
+"""episodes/tools.py: how calls are read and checked; MCP servers that stop and come back."""
 
 from __future__ import annotations
 
@@ -52,23 +52,18 @@ def test_tags_inside_an_argument_are_text(query, bare):
         turn = f"{before}{call}"
         (one,) = tools.parse_tool_calls(turn, [tools.SEARCH_TOOL], bare)
         assert one.arguments == {"query": query} and not one.note
-        assert tools.read_turn(turn, bare).content == before
-
-
-def test_a_turn_is_taken_apart():
-    call = '<tool_call>{"name": "f", "arguments": {"q": "</think>"}}</tool_call>'
-    turn = tools.read_turn(f"<think>a</think> b {call} c {call}")
-    assert turn.said == " b  c " and turn.content == "<think>a</think> b " and len(turn.values) == 2
-    assert tools.read_turn(f"{call} thought</think> d") == tools.Turn(" d", f"{call} thought</think> d", [])
-    assert tools.spoken("<think>never closed <answer>a</answer>") == ""
-    assert tools.spoken("<answer>a</answer>") == "<answer>a</answer>"
 
 
 def test_many_calls_and_tags_take_linear_time():
     began = time.perf_counter()
     one = '{"name": "retrieve", "arguments": {"query": "a"}}\n'
     assert len(tools.parse_tool_calls("<tool_call>" + one * 20_000, [tools.SEARCH_TOOL])) == 20_000
-    for text in ("<tool_call>" * 50_000, "<think>" * 50_000, "</think>" * 50_000, "<tool_call>" + "{" * 50_000):
+    for text in (
+        "<tool_call>" * 50_000,
+        "<think>" * 50_000,
+        "</think>" * 50_000,
+        "<tool_call>" + "{" * 50_000,
+    ):
         tools.parse_tool_calls(text, [tools.SEARCH_TOOL])
     assert time.perf_counter() - began < 20
 
@@ -80,8 +75,13 @@ def test_many_calls_and_tags_take_linear_time():
 def test_no_arguments_are_an_empty_object(empty):
     call = made(empty)
     assert call.arguments == {} and not call.note
-    assert made(empty, {"properties": {"q": {}}, "required": ["q"]}).note == "error: the arguments of f: 'q' is a required property"
-    assert "must be a JSON object" in made('"{"').note and "must be a JSON object" in made("[]").note
+    assert (
+        made(empty, {"properties": {"q": {}}, "required": ["q"]}).note
+        == "error: f needs the argument 'q'"
+    )
+    assert (
+        "must be a JSON object" in made('"{"').note and "must be a JSON object" in made("[]").note
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,43 @@ def test_no_arguments_are_an_empty_object(empty):
         ({"refresh": True}, '{"refresh": 1}', ""),
         ({"refresh": False}, '{"refresh": 1}', "the arguments of f: False schema does not allow 1"),
         ({"n": {"type": "integer"}}, '{"n": 5.0}', ""),
-        ({"n": {"type": "integer"}}, '{"n": 5.5}', "'n' of f: 5.5 is not of type 'integer'"),
-        ({"n": {"type": "integer"}}, '{"n": true}', "'n' of f: True is not of type 'integer'"),
-        ({"n": {"type": ["integer", "null"]}}, '{"n": "5"}', "'n' of f: '5' is not of type 'integer', 'null'"),
+        ({"n": {"type": "integer"}}, '{"n": 5.5}', "'n' of f must be of type integer"),
+        ({"n": {"type": "integer"}}, '{"n": true}', "'n' of f must be of type integer"),
+        (
+            {"n": {"type": ["integer", "null"]}},
+            '{"n": "5"}',
+            "'n' of f must be of type integer or null",
+        ),
         ({"n": {"enum": ["a", "b"]}}, '{"n": "c"}', "'n' of f: 'c' is not one of ['a', 'b']"),
         ({"n": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, '{"n": null}', ""),
         ({"n": {"maximum": 3}}, '{"n": 4}', "'n' of f: 4 is greater than the maximum of 3"),
-        ({"n": {"items": {"type": "string"}}}, '{"n": ["a", 1]}', "'n.1' of f: 1 is not of type 'string'"),
-        ({"n": {"properties": {"m": {"type": "string"}}}}, '{"n": {"m": 1}}', "'n.m' of f: 1 is not of type 'string'"),
-        ({"n": {"$ref": "#/$defs/d"}}, '{"n": 1}', "'n' of f: 1 is not of type 'string'"),
+        (
+            {"n": {"items": {"type": "string"}}},
+            '{"n": ["a", 1]}',
+            "'n.1' of f must be of type string",
+        ),
+        (
+            {"n": {"properties": {"m": {"type": "string"}}}},
+            '{"n": {"m": 1}}',
+            "'n.m' of f must be of type string",
+        ),
+        ({"n": {"$ref": "#/$defs/d"}}, '{"n": 1}', "'n' of f must be of type string"),
         ({"n": {"$ref": "https://nowhere.invalid/s"}}, '{"n": 1}', ""),  # never fetched
-        ({"n": {"type": "string", "pattern": r"^\p{L}+$"}}, '{"n": "a"}', ""),  # not Python's syntax
+        (
+            {"n": {"type": "string", "pattern": r"^\p{L}+$"}},
+            '{"n": "a"}',
+            "",
+        ),  # not Python's syntax
         ({"n": {}}, '{"m": 1}', "f has no argument 'm'; it has: n"),
     ],
 )
 def test_arguments_are_checked_as_json_schema_says(properties, arguments, note):
-    call = made(arguments, {"type": "object", "properties": properties, "$defs": {"d": {"type": "string"}}})
-    assert call.note == (f"error: {'the argument ' * note.startswith(chr(39))}{note}" if note else "")
+    call = made(
+        arguments, {"type": "object", "properties": properties, "$defs": {"d": {"type": "string"}}}
+    )
+    assert call.note == (
+        f"error: {'the argument ' * note.startswith(chr(39))}{note}" if note else ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +139,10 @@ def test_arguments_are_checked_as_json_schema_says(properties, arguments, note):
         ({"patternProperties": {"^x": {}}}, True),
         ({"allOf": [{"properties": {"xy": {}}}]}, True),
         ({"$schema": "http://json-schema.org/draft-07/schema#"}, False),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "additionalProperties": True}, True),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "additionalProperties": True},
+            True,
+        ),
     ],
 )
 def test_an_argument_that_no_property_names(more, allowed):
@@ -189,7 +212,9 @@ def stdio(tmp_path):
     """(tools of a server that a command started, its process ids so far)."""
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text(SERVER)
-    backend = tools.MCPTools(f"{sys.executable} {tmp_path / 'server.py'} {tmp_path / 'pids'}", timeout=20.0)
+    backend = tools.MCPTools(
+        f"{sys.executable} {tmp_path / 'server.py'} {tmp_path / 'pids'}", timeout=20.0
+    )
     yield backend, lambda: [int(line) for line in (tmp_path / "pids").read_text().split()]
     backend.close()
     for pid in (tmp_path / "pids").read_text().split():
@@ -224,11 +249,17 @@ def test_a_server_that_is_away_fails_at_once_and_is_used_when_it_is_back(tmp_pat
 
     def start(port: int) -> tuple[subprocess.Popen, int]:
         words = [f"retriever.corpus={tmp_path / 'corpus.jsonl'}", f"port={port}"]
-        server = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), *words], stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(
+            [sys.executable, str(ROOT / "serve.py"), *words], stdout=subprocess.PIPE, text=True
+        )
         return server, int(server.stdout.readline().split()[-1].rsplit(":", 1)[1])
 
     def ask(timeout: float) -> tuple[tools.Call, float]:
-        call, began, backend.timeout = tools.Call("retrieve", {"query": "fox"}), time.monotonic(), timeout
+        call, began, backend.timeout = (
+            tools.Call("retrieve", {"query": "fox"}),
+            time.monotonic(),
+            timeout,
+        )
         backend.run([call])
         return call, time.monotonic() - began
 
@@ -253,7 +284,14 @@ def test_a_server_that_is_away_fails_at_once_and_is_used_when_it_is_back(tmp_pat
 
 def test_a_tool_whose_parameters_are_no_schema_is_named(tmp_path, monkeypatch):
     pytest.importorskip("mcp")
-    (tmp_path / "server.py").write_text(SERVER.replace("server.run(", "server._tool_manager._tools['say'].parameters = "
-                                                       "{'type': 'object', 'properties': {'word': {'type': 'objekt'}}}\nserver.run("))
+    (tmp_path / "server.py").write_text(
+        SERVER.replace(
+            "server.run(",
+            "server._tool_manager._tools['say'].parameters = "
+            "{'type': 'object', 'properties': {'word': {'type': 'objekt'}}}\nserver.run(",
+        )
+    )
     with pytest.raises(ConfigError, match="tool 'say' are no JSON Schema: 'objekt' is not valid"):
-        tools.MCPTools(f"{sys.executable} {tmp_path / 'server.py'} {tmp_path / 'pids'}", timeout=20.0)
+        tools.MCPTools(
+            f"{sys.executable} {tmp_path / 'server.py'} {tmp_path / 'pids'}", timeout=20.0
+        )
