@@ -14,9 +14,8 @@
 docs/serving.md has examples, limits and what differs from the original servers. A refused request
 gets a 4xx and a failed search a 5xx, with the reason as {"detail": text}, never an empty list.
 
-SIGTERM and Ctrl-C end a server: it takes no more requests, answers those it has, and leaves with
-status 0 (143 and 130 while it still loads). The last line of stdout is JSON; with mcp=stdio, where
-stdout is MCP's, that of stderr.
+SIGTERM and Ctrl-C end a server with status 0, after what it was asked is answered (143 and 130
+while it still loads). The last line of stdout is JSON; with mcp=stdio, that of stderr.
 """
 
 # no `from __future__ import annotations`: FastAPI reads the types of functions inside functions
@@ -83,13 +82,12 @@ def check_config(cfg: ServeConfig) -> None:
     if cfg.topk > cfg.max_k:
         raise ConfigError(f"topk={cfg.topk} must not be above max_k={cfg.max_k}")
     if cfg.retriever.kind == "remote":
-        raise ConfigError(
-            "retriever.kind is remote; serve an index, or let clients ask that server"
-        )
+        raise ConfigError("retriever.kind=remote: serve an index, or let clients ask that server")
     if cfg.mcp == "stdio" and not (cfg.corpus or cfg.retriever.corpus):
         raise ConfigError("mcp=stdio answers with passage texts: give corpus=FILE")
     try:
-        import fastapi, uvicorn  # noqa: E401, F401
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
 
         if cfg.mcp != "off":
             import mcp.server.mcpserver  # noqa: F401
@@ -141,12 +139,13 @@ class Service:
         return jobs
 
     def _work(self) -> None:
-        jobs: list = [...]
-        while jobs[-1] is not None:
+        while True:
             jobs = self._gather()  # those that had their 504 are cancelled, and not searched
             ready = [job for job in jobs if job and job.future.set_running_or_notify_cancel()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
+            if jobs[-1] is None:
+                return
 
     def _call(self, jobs: list[Job]) -> None:
         """Answer jobs of one key by one call; if it fails, by one each, so that one alone fails."""
@@ -405,13 +404,14 @@ def make_app(service: Service) -> Callable:
                 raise HTTPException(413, f"the request is larger than {MAX_BODY} bytes. Split it.")
             return message
 
-        size, asked = 0, Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
-        name = asked and re.sub(r":\d*$", "", asked).strip("[]").lower()
-        if host in LOOPBACK and asked is not None and name not in LOOPBACK:
-            reason = f"Host is {asked!r}; host={host} answers to {', '.join(LOOPBACK)} alone"
-            await (await refused(None, Refused(421, reason)))(scope, receive, send)
-        else:
-            await app(scope, counted, send)
+        size = 0
+        if scope["type"] == "http" and host in LOOPBACK:
+            asked = Headers(scope=scope).get("host", "")
+            if re.sub(r":\d*$", "", asked).strip("[]").lower() not in LOOPBACK:
+                reason = f"Host is {asked!r}; host={host} answers to {', '.join(LOOPBACK)} alone"
+                answer = await refused(None, Refused(421, reason))
+                return await answer(scope, receive, send)
+        await app(scope, counted, send)
 
     return guarded
 
@@ -496,9 +496,8 @@ def load_qrels(path: str, ids: PassageIds) -> dict[str, list[str]]:
         if (gold := [id_ for id_, gain in judged.items() if gain > 0])
     }
     if unknown := [id_ for gold in golds.values() for id_ in gold if id_ not in ids]:
-        raise DataError(
-            f"{path}: gold passage {unknown[0]!r} is not in the index; give the qrels of its corpus"
-        )
+        problem = f"{path}: gold passage {unknown[0]!r} is not in the index"
+        raise DataError(f"{problem}; give the qrels of its corpus")
     return golds
 
 

@@ -1,12 +1,13 @@
-"""The service measured: requests a second and latencies of keep-alive clients, over HTTP and over MCP.
+"""The service measured: requests a second and latencies of keep-alive clients, HTTP and MCP.
 
     python bench/serve.py out=bench/results/serve.json
     git worktree add ../before COMMIT
-    python bench/serve.py before=../before out=bench/results/serve.json   # the same clients against both, in turns
+    python bench/serve.py before=../before out=bench/results/serve.json   # both, in turns
 
-The server answers from BM25 over a few made-up passages: what is measured is the service and not the search. An HTTP
-client is a thread with one http.client connection (as requests and urllib3 use it), all in one process; an MCP client
-is a session of the MCP SDK. Clients and server share the machine's cores.
+The server answers from BM25 over a few made-up passages: what is measured is the service and not
+the search. An HTTP client is a thread with one http.client connection (as requests and urllib3 use
+it), all in one process; an MCP client is a session of the MCP SDK. Clients and server share the
+machine's cores.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def http_client(port: int, number: int, end: float) -> list[float]:
 def http_clients(port: int, count: int, seconds: float) -> list[float]:
     end = time.perf_counter() + seconds
     with ThreadPoolExecutor(count) as pool:
-        return [t for one in pool.map(lambda i: http_client(port, i, end), range(count)) for t in one]
+        return [
+            t for one in pool.map(lambda i: http_client(port, i, end), range(count)) for t in one
+        ]
 
 
 def mcp_clients(port: int, count: int, seconds: float) -> list[float]:
@@ -77,26 +80,42 @@ def mcp_clients(port: int, count: int, seconds: float) -> list[float]:
         rng, took = random.Random(number), []
         async with Client(f"http://127.0.0.1:{port}/mcp") as session:
             while (began := time.perf_counter()) < end:
-                answer = await session.call_tool("retrieve", {"query": " ".join(rng.choices(WORDS, k=3))})
+                answer = await session.call_tool(
+                    "retrieve", {"query": " ".join(rng.choices(WORDS, k=3))}
+                )
                 took.append(time.perf_counter() - began)
                 assert not answer.is_error and answer.content[0].text.startswith("[1] ")
         return took
 
     async def play() -> list[float]:
         end = time.perf_counter() + seconds
-        return [t for one in await asyncio.gather(*(client(i, end) for i in range(count))) for t in one]
+        return [
+            t for one in await asyncio.gather(*(client(i, end) for i in range(count))) for t in one
+        ]
 
     return asyncio.run(play())
 
 
 def measure(root: str, corpus: str, cfg: BenchConfig) -> dict[str, dict]:
     """Figures of one server: "http, 64 clients" → requests a second, milliseconds."""
-    command = [sys.executable, os.path.join(root, "serve.py"), f"retriever.corpus={corpus}", "port=0"]
+    command = [
+        sys.executable,
+        os.path.join(root, "serve.py"),
+        f"retriever.corpus={corpus}",
+        "port=0",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        port = int(next(line for line in server.stdout if line.startswith("serving")).split()[-1].rsplit(":", 1)[1])
+        port = int(
+            next(line for line in server.stdout if line.startswith("serving"))
+            .split()[-1]
+            .rsplit(":", 1)[1]
+        )
         figures = {}
-        for name, ask, counts in (("http", http_clients, cfg.clients), ("mcp", mcp_clients, cfg.clients[:1])):
+        for name, ask, counts in (
+            ("http", http_clients, cfg.clients),
+            ("mcp", mcp_clients, cfg.clients[:1]),
+        ):
             for count in counts:
                 ask(port, count, 0.5)
                 began = time.perf_counter()
@@ -104,7 +123,8 @@ def measure(root: str, corpus: str, cfg: BenchConfig) -> dict[str, dict]:
                 rate = len(took) / (time.perf_counter() - began)
                 figures[f"{name}, {count} client{'s' * (count > 1)}"] = {
                     "requests_per_second": rate,
-                    **{f"p{p}_ms": 1000 * took[len(took) * p // 100] for p in (50, 99)}}
+                    **{f"p{p}_ms": 1000 * took[len(took) * p // 100] for p in (50, 99)},
+                }
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=60)
@@ -118,18 +138,33 @@ def main(cfg: BenchConfig) -> dict:
         corpus, rng = os.path.join(folder, "corpus.jsonl"), random.Random(0)
         with open(corpus, "w") as f:
             for i in range(cfg.passages):
-                row = {"id": f"p{i}", "title": f"Title {i}", "text": " ".join(rng.choices(WORDS, k=60))}
+                row = {
+                    "id": f"p{i}",
+                    "title": f"Title {i}",
+                    "text": " ".join(rng.choices(WORDS, k=60)),
+                }
                 print(json.dumps(row), file=f)
         for _ in range(cfg.repeats):
             for name, root in roots.items():
                 turns[name].append(measure(root, corpus, cfg))
                 print(name, json.dumps(turns[name][-1]), flush=True)
-    result = {"command": " ".join(["python bench/serve.py", *sys.argv[1:]]), "python": platform.python_version(),
-              "cpus": os.cpu_count(), "load_average": os.getloadavg(), "seconds": cfg.seconds, "repeats": cfg.repeats,
-              "passages": cfg.passages}
+    result = {
+        "command": " ".join(["python bench/serve.py", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "seconds": cfg.seconds,
+        "repeats": cfg.repeats,
+        "passages": cfg.passages,
+    }
     for name, runs in turns.items():
-        result[name] = {case: {figure: round(statistics.median(one[case][figure] for one in runs), 2)
-                               for figure in runs[0][case]} for case in runs[0]}
+        result[name] = {
+            case: {
+                figure: round(statistics.median(one[case][figure] for one in runs), 2)
+                for figure in runs[0][case]
+            }
+            for case in runs[0]
+        }
     if cfg.out:
         with open(cfg.out, "w", encoding="utf-8") as f:
             json.dump(result, f, indent=1)

@@ -245,12 +245,8 @@ class RetrieverTools:
 
     def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
         """document: passage id → {"contents"}; numbered: documents begin with their place."""
-        self.retriever, self.document, self.top_k, self.timeout = (
-            retriever,
-            document,
-            top_k,
-            timeout,
-        )
+        self.retriever, self.document = retriever, document
+        self.top_k, self.timeout = top_k, timeout
         self.numbered, self.seconds = numbered, 0.0  # seconds in `run` since somebody set it to 0
         self.search: Future | None = None  # the last one: two threads must not ask at once
 
@@ -262,9 +258,8 @@ class RetrieverTools:
             return
         try:
             if self.search is not None and not self.search.done():
-                raise RuntimeError(
-                    "an earlier search, given up after its time-out, has not come back"
-                )
+                problem = "an earlier search, given up after its time-out, has not come back"
+                raise RuntimeError(problem)
             self.search = begin(lambda: self.retriever.search(queries, self.top_k))
             hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
