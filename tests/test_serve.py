@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import http.server
 import json
-import os
 import random
 import signal
 import socket
