@@ -35,6 +35,7 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Annotated, Any, Callable, Literal, NoReturn
 
 from config import ConfigError, above, at_least, run
@@ -202,6 +203,19 @@ class Service:
                 raise Refused(422, f"{reason} passages of this index; every query needs one")
         return await self._ask("gold_ranks", list(zip(queries, golds)), cutoff)
 
+    async def ranks_by_query_id(self, queries: list[str], ids: list[str], topk: int) -> list[int]:
+        """As ConvSearch-R1's clients ask: golds from the qrels, -1 for a gold that is not found."""
+        if self.qrels is None:
+            reason = "this server has no gold passages of query_ids: start it with qrels=FILE"
+            raise Refused(501, reason)
+        if unknown := [i for i in ids if i not in self.qrels]:
+            reason = f"query id {unknown[0]!r} has no gold passage in the qrels of this server"
+            raise Refused(422, reason)
+        ranks = await self.gold_ranks(queries, [self.qrels[i] for i in ids], topk)
+        if any(rank is FAILED for rank in ranks):
+            raise Refused(500, "a query has a NaN score, so no rank")
+        return [-1 if rank is None else rank for rank in ranks]
+
     async def documents(self, hits: list) -> list[list[dict]]:
         """The passages of ranked lists: {"id", "contents"}."""
         if self.texts is None:
@@ -225,39 +239,49 @@ class Service:
         return self.status()
 
 
-def add_routes(app: Any, service: Service) -> None:
-    """The paths of the table above; every parameter is a field of the request's JSON object."""
+def request_fields(cfg: ServeConfig) -> SimpleNamespace:
+    """The types of the fields of a request's JSON object, with this server's limits in them."""
     from fastapi import Body
     from pydantic import StringConstraints
 
-    cfg = service.cfg
-    Flag = Annotated[bool, Body(embed=True)]
-    Number = Annotated[int, Body(embed=True, ge=1, le=cfg.max_k)]
-    NumberOrNull = Annotated[int | None, Body(embed=True, ge=1, le=cfg.max_k)]
-    Query = Annotated[str, StringConstraints(max_length=cfg.max_query_chars)]
-    Queries = Annotated[list[Query], Body(embed=True, max_length=cfg.max_batch)]
-    Ids = Annotated[list[str], Body(embed=True, max_length=MAX_IDS)]
+    query = Annotated[str, StringConstraints(max_length=cfg.max_query_chars)]
+    return SimpleNamespace(
+        query=Annotated[query, Body(embed=True)],
+        queries=Annotated[list[query], Body(embed=True, max_length=cfg.max_batch)],
+        ids=Annotated[list[str], Body(embed=True, max_length=MAX_IDS)],
+        ids_or_null=Annotated[list[str] | None, Body(embed=True)],
+        golds=Annotated[list[list[str]], Body(embed=True)],
+        number=Annotated[int, Body(embed=True, ge=1, le=cfg.max_k)],
+        number_or_null=Annotated[int | None, Body(embed=True, ge=1, le=cfg.max_k)],
+        words=Annotated[int | None, Body(embed=True)],
+        flag=Annotated[bool, Body(embed=True)],
+    )
 
-    def scores(hits: list) -> list[list[float]]:
-        return [[score for _, score in one] for one in hits]
+
+def scores(hits: list) -> list[list[float]]:
+    return [[score for _, score in one] for one in hits]
+
+
+def add_retrieve(app: Any, service: Service, of: SimpleNamespace) -> None:
+    """/retrieve of ConvSearch-R1 (with query_ids) and of Search-R1."""
 
     @app.post("/retrieve")
     async def retrieve(
-        queries: Queries,
-        query_ids: Annotated[list[str] | None, Body(embed=True)] = None,
-        topk: NumberOrNull = None,
-        return_scores: Flag = False,
-        max_length: Annotated[int | None, Body(embed=True)] = 1024,
+        queries: of.queries,
+        query_ids: of.ids_or_null = None,
+        topk: of.number_or_null = None,
+        return_scores: of.flag = False,
+        max_length: of.words = 1024,
     ) -> dict:
         if query_ids is not None:  # ConvSearch-R1, whose max_length is in words, and for BM25 alone
-            if cfg.retriever.kind == "bm25" and max_length is not None:
+            if service.cfg.retriever.kind == "bm25" and max_length is not None:
                 queries = [" ".join(query.split(" ")[:max_length]) for query in queries]
             topk = topk or 100
-            ranks = await ranks_of(queries, query_ids, topk)
+            ranks = await service.ranks_by_query_id(queries, query_ids, topk)
             if return_scores:
                 return {"result": [ranks, scores(await service.search(queries, topk))]}
             return {"result": ranks}
-        hits = await service.search(queries, topk or cfg.topk)
+        hits = await service.search(queries, topk or service.cfg.topk)
         documents = await service.documents(hits)
         if return_scores:
             documents = [
@@ -266,61 +290,54 @@ def add_routes(app: Any, service: Service) -> None:
             ]
         return {"result": documents}
 
-    async def ranks_of(queries: list[str], query_ids: list[str], topk: int) -> list[int]:
-        golds = service.qrels
-        if golds is None:
-            reason = "this server has no gold passages of query_ids: start it with qrels=FILE"
-            raise Refused(501, reason)
-        if unknown := [i for i in query_ids if i not in golds]:
-            reason = f"query id {unknown[0]!r} has no gold passage in the qrels of this server"
-            raise Refused(422, reason)
-        ranks = await service.gold_ranks(queries, [golds[i] for i in query_ids], topk)
-        if any(rank is FAILED for rank in ranks):
-            raise Refused(500, "a query has a NaN score, so no rank")
-        return [-1 if rank is None else rank for rank in ranks]
+
+def add_flashrag(app: Any, service: Service, of: SimpleNamespace) -> None:
+    """FlashRAG's paths, which ReSearch asks."""
 
     @app.get("/health")
     async def health() -> dict:
         alive = int(service.thread.is_alive())
-        limits = {name: getattr(cfg, name) for name in ("max_batch", "max_query_chars", "max_k")}
+        cfg = service.cfg
         return {
             "status": "healthy" if alive else "failed",
             "retrievers": {"total": 1, "available": alive},
             "waiting": service.waiting,
-            **limits,
+            "max_batch": cfg.max_batch,
+            "max_query_chars": cfg.max_query_chars,
+            "max_k": cfg.max_k,
             **service.status(),
         }
 
     @app.post("/batch_search")
-    async def batch_search(query: Queries, top_n: Number = 10, return_score: Flag = False) -> list:
+    async def batch_search(
+        query: of.queries, top_n: of.number = 10, return_score: of.flag = False
+    ) -> list:
         hits = await service.search(query, top_n)
         documents = await service.documents(hits)
         return [documents, scores(hits)] if return_score else documents
 
     @app.post("/search")
-    async def search(
-        query: Annotated[Query, Body(embed=True)], top_n: Number = 10, return_score: Flag = False
-    ) -> list:
+    async def search(query: of.query, top_n: of.number = 10, return_score: of.flag = False) -> list:
         if not query.strip():
             raise Refused(400, "Query content cannot be empty")
         (documents,), (found,) = await batch_search([query], top_n, True)
         return [documents, found] if return_score else documents
 
+
+def add_own(app: Any, service: Service, of: SimpleNamespace) -> None:
+    """The paths of RemoteRetriever."""
+
     @app.post("/hits")
-    async def hits(queries: Queries, k: Number) -> dict:
+    async def hits(queries: of.queries, k: of.number) -> dict:
         return {"hits": await service.search(queries, k)}
 
     @app.post("/gold_ranks")
-    async def gold_ranks(
-        queries: Queries,
-        gold_ids: Annotated[list[list[str]], Body(embed=True)],
-        cutoff: Number = 100,
-    ) -> dict:
+    async def gold_ranks(queries: of.queries, gold_ids: of.golds, cutoff: of.number = 100) -> dict:
         ranks = await service.gold_ranks(queries, gold_ids, cutoff)
         return {"ranks": ["failed" if rank is FAILED else rank for rank in ranks]}
 
     @app.post("/has_ids")
-    async def has_ids(ids: Ids) -> dict:
+    async def has_ids(ids: of.ids) -> dict:
         return {"has": [id_ in service.retriever.passage_ids for id_ in ids]}
 
 
@@ -379,7 +396,9 @@ def make_app(service: Service) -> Callable:
     if mcp:
         part = mcp.streamable_http_app(stateless_http=True, json_response=True, host=host)
         app.router.routes.extend(part.routes)
-    add_routes(app, service)
+    of = request_fields(service.cfg)
+    for add in (add_retrieve, add_flashrag, add_own):
+        add(app, service, of)
 
     @app.exception_handler(Refused)
     async def refused(request: Request | None, e: Refused) -> JSONResponse:
