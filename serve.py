@@ -371,16 +371,24 @@ def make_mcp(service: Service) -> Any:
     return server
 
 
-def make_app(service: Service) -> Callable:
-    """The ASGI application; it reads no request beyond MAX_BODY.
+def wrong_host(scope: dict, host: str) -> str:
+    """Why the Host of a request is refused, or "".
 
-    On a loopback address it answers requests for this machine's own names alone, as MCP's part
-    does: a web page whose name resolves to 127.0.0.1 must not read the corpus (DNS rebinding).
+    A server on a loopback address answers requests for this machine's own names alone, as MCP's
+    part does: a web page whose name resolves to 127.0.0.1 must not read the corpus (DNS rebinding).
     """
+    asked = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+    name = re.sub(r":\d*$", "", asked).strip("[]").lower()
+    if host not in LOOPBACK or name in LOOPBACK:
+        return ""
+    return f"Host is {asked!r}; host={host} answers to {', '.join(LOOPBACK)} alone"
+
+
+def make_app(service: Service) -> Callable:
+    """The ASGI application; it reads no request beyond MAX_BODY."""
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
-    from starlette.datastructures import Headers
 
     host = service.cfg.host
     mcp = make_mcp(service) if service.cfg.mcp == "http" else None
@@ -424,12 +432,9 @@ def make_app(service: Service) -> Callable:
             return message
 
         size = 0
-        if scope["type"] == "http" and host in LOOPBACK:
-            asked = Headers(scope=scope).get("host", "")
-            if re.sub(r":\d*$", "", asked).strip("[]").lower() not in LOOPBACK:
-                reason = f"Host is {asked!r}; host={host} answers to {', '.join(LOOPBACK)} alone"
-                answer = await refused(None, Refused(421, reason))
-                return await answer(scope, receive, send)
+        if scope["type"] == "http" and (reason := wrong_host(scope, host)):
+            answer = await refused(None, Refused(421, reason))
+            return await answer(scope, receive, send)
         await app(scope, counted, send)
 
     return guarded
