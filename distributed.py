@@ -388,13 +388,6 @@ def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return state
 
 
-def _rng_state() -> dict:
-    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
 def save_checkpoint(
     run_dir: str,
     step: int,
@@ -416,8 +409,11 @@ def save_checkpoint(
         os.makedirs(temporary, exist_ok=True)
         dcp.save(_training_state(model, optimizer), checkpoint_id=temporary, process_group=_host)
         rng = f"rng_rank{rank:03d}.pt"
+        state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
         with open(os.path.join(temporary, rng), "wb") as f:
-            torch.save(_rng_state(), f)
+            torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
         for name in os.listdir(temporary):
@@ -669,7 +665,7 @@ def export_adapter(
 
 
 def _write_folder(folder: str, write: Callable[[str], None], notes: dict[str, dict] | None) -> None:
-    """Let `write` fill a folder under a temporary name, add `notes`, and give it its name."""
+    """Let `write` fill a folder under a temporary name; add `notes`, and give it its name."""
     from safetensors import SafetensorError
 
     temporary = f"{folder}.tmp"

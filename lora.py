@@ -32,7 +32,8 @@ def first_line(e: Exception) -> str:
 @dataclass
 class LoRAConfig:
     r: int | None = None
-    """rank of a LoRA adapter that is trained on the frozen model; null: no adapter, all weights are trained"""
+    """rank of a LoRA adapter that is trained on the frozen model; null: no adapter, all weights
+    are trained"""
     alpha: int | None = None
     """its product B·A is scaled by alpha / r; null: 2 r"""
     dropout: float = 0.0
@@ -51,10 +52,7 @@ class LoRAConfig:
                 raise ModelError(f"lora.{name}={getattr(self, name)!r}: it must be {rule}")
 
 
-ADAPTER, START = (
-    "default",
-    "start",
-)  # PEFT's names: what is trained, and the frozen copy of its start
+ADAPTER, START = ("default", "start")  # what is trained, and the frozen copy of its start
 
 # Fields of peft's LoraConfig that say nothing about the weights, or that peft's own loading honours.
 TRAINABLE = {

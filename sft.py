@@ -325,6 +325,11 @@ def train_on(
     torch.manual_seed(
         cfg.seed + dist.rank
     )  # dropout's draws; a checkpoint brings the state that it was saved in
+    distributed.on_rank_0(distributed.clear_temporaries, cfg.out)
+    needed = distributed.run_bytes(
+        model, cfg.keep_checkpoints, 1, getattr(torch, cfg.export_dtype)
+    )
+    distributed.on_rank_0(distributed.check_free_space, cfg.out, needed)
     if found := distributed.latest_checkpoint(cfg.out):
         distributed.load_checkpoint(found[0], model, optimizer)
         start, bad, skipped = (found[1][k] for k in ("step", "bad", "skipped"))
@@ -457,15 +462,17 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r "
             "would go on with it"
         )
-    model = load_causal_lm(
-        cfg.model,
-        torch.bfloat16 if cuda and cfg.lora.r else torch.float32,
-        dist.device,
-        cfg.gradient_checkpointing,
-        cfg.lora,
-        cfg.seed,
-        compiled=cuda and cfg.compile,
-    )
+    with distributed.in_turn():
+        model = load_causal_lm(
+            cfg.model,
+            torch.bfloat16 if cuda and cfg.lora.r else torch.float32,
+            "cpu",
+            cfg.gradient_checkpointing,
+            cfg.lora,
+            cfg.seed,
+            compiled=cuda and cfg.compile,
+        )
+        distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
     if cfg.lora.r:
         trained, whole = (
             sum(p.numel() for p in model.parameters() if p.requires_grad >= least)
@@ -499,7 +506,6 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             f"max_length={positions} or less: longer rows are then dropped and counted"
         )
     pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
-    distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
     result = {
         "model": final,
         "records": len(rows),

@@ -23,6 +23,7 @@ import distributed
 import prompts
 import runs
 from episodes.episode import episode_figures, episode_reward, open_task
+from infer import end_and_pad_ids
 from lora import adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
 from retriever import open_retriever, retriever_settings
@@ -224,18 +225,7 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
             f"{cfg.model} is an adapter: it is merged and all weights are trained; lora.r goes on "
             "with it"
         )
-    policy = load_causal_lm(
-        cfg.model,
-        dtype if cfg.lora.r else torch.float32,
-        "cpu",
-        cfg.gradient_checkpointing,
-        cfg.lora,
-        cfg.seed,
-        keep_start=cfg.kl_coef > 0,
-        compiled=compiled,
-    )
-    eos = prompts.eos_token_ids(tokenizer, policy.generation_config)
-    pad_id = prompts.pad_token_id(tokenizer, eos, policy.get_input_embeddings().num_embeddings)
+    eos, pad_id = end_and_pad_ids(cfg.model, tokenizer)
     engine = open_engine(
         cfg.engine,
         cfg.model,
@@ -254,16 +244,26 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
             f"{engine.max_length} positions; "
             "lower max_response_tokens or max_prompt_tokens"
         )
-    distributed.shard_model(
-        policy.to(dist.device), dist, cuda, cfg.gather_once, cfg.cpu_offload == "all"
-    )
+    with distributed.in_turn():
+        policy = load_causal_lm(
+            cfg.model,
+            dtype if cfg.lora.r else torch.float32,
+            "cpu",
+            cfg.gradient_checkpointing,
+            cfg.lora,
+            cfg.seed,
+            keep_start=cfg.kl_coef > 0,
+            compiled=compiled,
+        )
+        distributed.shard_model(policy, dist, cuda, cfg.gather_once, cfg.cpu_offload == "all")
     reference = policy if cfg.kl_coef and cfg.lora.r else None
     if cfg.kl_coef and not cfg.lora.r:
-        reference = load_causal_lm(cfg.model, dtype, dist.device, compiled=compiled).requires_grad_(
-            False
-        )
         offload = cfg.cpu_offload != "none"
-        distributed.shard_model(reference, dist, gather_once=cfg.gather_once, cpu_offload=offload)
+        with distributed.in_turn():
+            reference = load_causal_lm(cfg.model, dtype, compiled=compiled).requires_grad_(False)
+            distributed.shard_model(
+                reference, dist, gather_once=cfg.gather_once, cpu_offload=offload
+            )
     return policy, reference, engine
 
 
@@ -321,7 +321,12 @@ def settings(cfg) -> dict:
 def resume(run) -> dict:
     """Continue from the newest checkpoint in `out`, if there is one; returns the row of the last
     step that is done."""
-    cfg, found = run.cfg, distributed.latest_checkpoint(run.cfg.out)
+    cfg = run.cfg
+    distributed.on_rank_0(distributed.clear_temporaries, cfg.out)
+    dtype = getattr(torch, cfg.export_dtype)
+    needed = distributed.run_bytes(run.policy, cfg.keep_checkpoints, 1 + bool(run.dev), dtype)
+    distributed.on_rank_0(distributed.check_free_space, cfg.out, needed)
+    found = distributed.latest_checkpoint(cfg.out)
     metrics, best = (os.path.join(cfg.out, name) for name in ("metrics.jsonl", "best"))
     row: dict = {"step": 0}
     if found is None:
