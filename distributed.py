@@ -4,10 +4,9 @@ A leaf: needs torch alone, and what comes with transformers (huggingface_hub, sa
 export.
 
 A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state, which another
-number of processes can load (torch.distributed.checkpoint), the RNG state of every rank, and
-`state.json` with a checksum of each file. It is written under a temporary name and renamed: a
-folder with the right name is whole. torch unpickles a part of it, so a checkpoint is code: load
-those of your own runs alone.
+number of processes can load, the RNG state of every rank, and `state.json` with a checksum of each
+file. It is written under a temporary name and renamed: a folder with the right name is whole. torch
+unpickles a part of it, so a checkpoint is code: load those of your own runs alone.
 """
 
 from __future__ import annotations
@@ -28,22 +27,16 @@ import time
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as c10d
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
 
 DEVICE_WAIT = timedelta(minutes=15)  # for collectives of the model: all ranks come to them together
@@ -90,8 +83,7 @@ def setup() -> Dist:
 def use_device(dist: Dist, threads: int) -> None:
     """Make this rank's card the calling thread's, with so many CPU threads for torch.
 
-    CUDA keeps the choice for each thread and begins with card 0; a new thread starts with as many
-    CPU threads as another one has just then (one, inside packing.one_thread).
+    A new thread begins with card 0 and as many CPU threads as another one has just then.
     """
     torch.set_num_threads(threads)
     if dist.device.type == "cuda":
@@ -104,9 +96,7 @@ def cleanup() -> None:
     if c10d.is_initialized():
         c10d.destroy_process_group()
         _host = None
-        # gloo's threads are joined once nothing holds the group, and sharded models, full of
-        # cycles, do. A thread that drops the last collective's tensors while the interpreter goes
-        # down aborts the process (2 of 22 runs).
+        # sharded models, full of cycles, hold gloo's threads: alive at exit, these may abort it
         atexit.register(gc.collect)
 
 
@@ -159,13 +149,9 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Within the block the processes of a host work one after the other (a collective).
-
-    Of a model that is loaded and sharded in it a host holds one whole copy at a time.
-    """
-    turn, turns = (
-        int(os.environ.get(f"LOCAL_{key}", v)) for key, v in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
+    """Within the block the processes of a host work one after the other (a collective): of a model
+    that is loaded and sharded in it the host holds one whole copy at a time."""
+    turn, turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     for _ in range(turn):
         c10d.barrier(group=_host)
     try:
@@ -238,19 +224,16 @@ def shard_model(
     `cpu_offload`: shards, their gradients and the optimizer's moments rest in pinned host memory.
     """
     mesh = init_device_mesh(dist.device.type, (dist.world,))
-    types = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
-    pinned = CPUOffloadPolicy(pin_memory=dist.device.type == "cuda")
-    settings = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(**types),
-        "offload_policy": pinned if cpu_offload else OffloadPolicy(),
-    }
+    types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else {}
+    pinned = fsdp.CPUOffloadPolicy(pin_memory=dist.device.type == "cuda")
+    rest = pinned if cpu_offload else fsdp.OffloadPolicy()
+    settings = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**types), offload_policy=rest)
     model.computes_on = dist.device, torch.bfloat16 if bf16 else next(model.parameters()).dtype
     for layer in decoder_layers(model):
-        fully_shard(layer, **settings, reshard_after_forward=not gather_once)
-    fully_shard(model, **settings)
+        fsdp.fully_shard(layer, **settings, reshard_after_forward=not gather_once)
+    fsdp.fully_shard(model, **settings)
     if hasattr(model, "logprobs_forward"):
-        register_fsdp_forward_method(model, "logprobs_forward")
+        fsdp.register_fsdp_forward_method(model, "logprobs_forward")
     return model
 
 
@@ -286,7 +269,7 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def reshard(model: nn.Module) -> None:
     """Free weights that were gathered for a pass: each rank has its shards alone."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
@@ -303,19 +286,16 @@ def full_parameters(
     With `dtype` parameters are cast to it, the shards before they are gathered. Of a layer with a
     LoRA adapter W + scaling · B·A, in float32, each time from the frozen W: it never drifts.
     """
-    adapted = {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A")
-    }
+    layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
     pairs = [(n, p.detach()) for n, p in _named_parameters(model) if ".lora_" not in n]
     ends = itertools.accumulate(p.nbytes for _, p in pairs)
     keys = [(p.dtype, n in adapted, end // GATHER_BYTES) for (n, p), end in zip(pairs, ends)]
     for (_, merged, _), part in itertools.groupby(zip(pairs, keys), lambda x: x[1]):
         names, shards = zip(*(pair for pair, _ in part))
         if merged:
-            layers = (_merged(p, adapted[n]) for n, p in zip(names, shards))
-            values = (w if dtype is None else w.to(dtype) for w in layers)
+            whole = (_merged(p, adapted[n]) for n, p in zip(names, shards))
+            values = (w if dtype is None else w.to(dtype) for w in whole)
         else:
             values = gather(shards, dtype)
         yield from zip(map(clean_name, names), values)
@@ -344,17 +324,14 @@ def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterat
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
-    """The weight (out, in) of a LoRA layer with its active adapter added, float32 (a collective)."""
+    """A LoRA layer's weight (out, in) with its active adapter added, float32 (a collective)."""
     (name,) = layer.active_adapters
     a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
     return full_tensor(weight).float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global L2 norm of at most `max_norm`; returns the norm before.
-
-    A norm that is nan or inf scales nothing.
-    """
+    """Scale gradients to an L2 norm of at most `max_norm`, if it is finite; returns what it was."""
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
     if not params:
         return 0.0
@@ -414,8 +391,7 @@ def save_checkpoint(
             state["cuda"] = torch.cuda.get_rng_state()
         with open(os.path.join(temporary, rng), "wb") as f:
             torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
+            _flush(f)
         for name in os.listdir(temporary):
             if name == rng or name.startswith(f"__{rank}_") or name == ".metadata" and rank == 0:
                 sums[name] = _checksum(os.path.join(temporary, name))
@@ -426,30 +402,36 @@ def save_checkpoint(
                 problem = f"No space left on device: {problem}"
     found = gather_objects((problem, sums))
 
-    def finish() -> None:
-        try:
-            if problems := [p for p, _ in found if p]:
-                raise OSError(problems[0])
-            every = {name: value for _, part in found for name, value in part.items()}
-            state = {"step": step, "world": len(found), **extra, "checksums": every}
-            with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
-                json.dump(state, f, indent=1)
-                f.flush()
-                os.fsync(f.fileno())
-            _replace(temporary, folder)
-            earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]
-            for old in earlier[: max(0, len(earlier) + 1 - keep)]:
-                os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
-                shutil.rmtree(f"{old}.tmp")
-        except OSError as e:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint {folder} could not be written: {_reason(e)}; earlier checkpoints are "
-                "intact: free some disk space and start again, the run resumes from the newest"
-            ) from e
-
-    on_rank_0(finish)
+    on_rank_0(_finish_checkpoint, folder, step, found, extra, keep)
     return folder
+
+
+def _finish_checkpoint(folder: str, step: int, found: list, extra: dict, keep: int) -> None:
+    """Add state.json, name the folder, remove old ones; `found`: (problem, sums) of each rank."""
+    run_dir, temporary = os.path.dirname(folder), f"{folder}.tmp"
+    try:
+        if problems := [p for p, _ in found if p]:
+            raise OSError(problems[0])
+        sums = {name: value for _, part in found for name, value in part.items()}
+        with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
+            json.dump({"step": step, "world": len(found), **extra, "checksums": sums}, f, indent=1)
+            _flush(f)
+        _replace(temporary, folder)
+        earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]
+        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+            os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
+            shutil.rmtree(f"{old}.tmp")
+    except OSError as e:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {folder} could not be written: {_reason(e)}; earlier checkpoints are "
+            "intact: free some disk space and start again, the run resumes from the newest"
+        ) from e
+
+
+def _flush(f) -> None:
+    f.flush()
+    os.fsync(f.fileno())
 
 
 def _checksum(path: str) -> int:
@@ -484,10 +466,7 @@ def _replace(temporary: str, folder: str) -> None:
 
 
 def clear_temporaries(run_dir: str) -> None:
-    """Remove what a killed run left half-written; what it was replacing gets its name back.
-
-    For one process that holds the folder's lock.
-    """
+    """Remove what a killed run left half-written; what it was replacing gets its name back."""
     for name in os.listdir(run_dir) if os.path.isdir(run_dir) else []:
         path = os.path.join(run_dir, name)
         if (left := re.fullmatch(r"(\w+)(\.old)?\.tmp", name)) and os.path.isdir(path):
@@ -498,14 +477,10 @@ def clear_temporaries(run_dir: str) -> None:
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run of this model writes to its folder at most.
-
-    A checkpoint has a weight and two moments in float32, 12 bytes a trained parameter; there are
-    `keep` and one that is being written. An export has the model in `dtype`, or the adapter in
-    float32; there are `exports` and one that is being written.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    whole = sum(p.numel() for p in model.parameters())
+    """Bytes that a run's folder grows to: `keep` checkpoints (a weight and two moments, float32),
+    exports (the model in `dtype`, or its adapter in float32), and one of each being written."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
     return 12 * trained * (keep + 1) + export * (exports + 1)
 
@@ -514,15 +489,12 @@ def check_free_space(folder: str, needed: int) -> None:
     """Raise CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
     walk = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
     held = sum(os.lstat(path).st_size for path in walk)
-    there = os.path.abspath(folder)
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    free = shutil.disk_usage(there).free
+    path = Path(folder).absolute()
+    free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
     if needed - held > free:
         raise CheckpointError(
-            f"{folder} needs up to {needed / 1e9:,.1f} GB for checkpoints and exports, holds "
-            f"{held / 1e9:,.1f} and its disk has {free / 1e9:,.1f} free; free some space, choose "
-            "another out folder, or lower keep_checkpoints"
+            f"{folder} needs up to {needed / 1e9:,.1f} GB, holds {held / 1e9:,.1f}, and its "
+            f"disk has {free / 1e9:,.1f} free; free some space, or lower keep_checkpoints"
         )
 
 
@@ -553,10 +525,7 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
                 raise ValueError(f"it does not say step {_step(folder)}")
             readable[_step(folder)] = (folder, state)
         except (OSError, ValueError) as e:
-            print(
-                f"warning: {folder}/state.json is damaged ({e}); trying the checkpoint before it",
-                file=sys.stderr,
-            )
+            print(f"warning: {folder}/state.json is damaged ({e}): left out", file=sys.stderr)
     common = set.intersection(*map(set, gather_objects(sorted(readable))))
     if not common and any(gather_objects(folders)):
         raise CheckpointError(
@@ -617,10 +586,7 @@ def export_hf(
     """
     from huggingface_hub import save_torch_state_dict
 
-    state = {}
-    for name, value in full_parameters(model):
-        if _rank() == 0:
-            state[name] = value.to("cpu", dtype, copy=True)
+    state = _host_copies(full_parameters(model), dtype)
 
     def write(temporary: str) -> None:
         save_torch_state_dict(state, temporary)
@@ -645,23 +611,24 @@ def export_adapter(
     """
     from safetensors.torch import save_file
 
-    state = {}
-    for name, p in _named_parameters(model):
-        if ".lora_" in name and p.requires_grad:
-            value = full_tensor(p.detach())
-            if _rank() == 0:
-                key = "base_model.model." + clean_name(name).replace(".default.", ".")
-                state[key] = value.to("cpu", torch.float32, copy=True).contiguous()
+    pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
+    keys = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
+    wholes = (full_tensor(p.detach()) for _, p in pairs)
+    state = _host_copies(zip(keys, wholes), torch.float32)
 
     def write(temporary: str) -> None:
-        weights = os.path.join(temporary, "adapter_model.safetensors")
-        save_file(state, weights, metadata={"format": "pt"})
+        save_file(state, f"{temporary}/adapter_model.safetensors", metadata={"format": "pt"})
         settings = copy.copy(model.peft_config["default"])
         settings.inference_mode = True
         settings.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
     on_rank_0(_write_folder, folder, write, notes)
+
+
+def _host_copies(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Rank 0's copies of full tensors; the other ranks have none."""
+    return {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in pairs if _rank() == 0}
 
 
 def _write_folder(folder: str, write: Callable[[str], None], notes: dict[str, dict] | None) -> None:

@@ -54,7 +54,7 @@ class LoRAConfig:
 
 ADAPTER, START = ("default", "start")  # what is trained, and the frozen copy of its start
 
-# Fields of peft's LoraConfig that say nothing about the weights, or that peft's own loading honours.
+# Fields of peft's LoraConfig without a say about weights, or honoured by peft's own loading.
 TRAINABLE = {
     *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "task_type"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"),
@@ -71,7 +71,7 @@ EXACT_STARTS = (
 
 
 def adapter_base(path: str) -> str | None:
-    """The model that an adapter's folder (PEFT's format) was trained on; None for any other path."""
+    """The model that an adapter's folder was trained on; None for any other path."""
     config = os.path.join(path, "adapter_config.json")
     return _read_config(config)["base_model_name_or_path"] if os.path.isfile(config) else None
 
@@ -116,7 +116,7 @@ def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXA
             odd.append(key)
     if odd:
         raise ModelError(
-            f"{path}: {odd[0]}={values[odd[0]]!r} is not supported here: a B·A beside linear layers "
+            f"{path}: {odd[0]}={values[odd[0]]!r} is not supported here: B·A beside linear layers "
             "is; merge it with the program that made it and give the merged folder"
             + " (an adapter that can be merged: stage=merge)"
             * (known != MERGEABLE)
@@ -136,7 +136,7 @@ def _inject(model: nn.Module, settings, name: str) -> None:
 
 
 def _fill(model: nn.Module, folder: str, name: str) -> None:
-    """Fill the adapter `name` with the weights of a folder; ModelError unless each has its place."""
+    """Fill an adapter with the weights of a folder; ModelError unless each has its place."""
     path = os.path.join(folder, "adapter_model.safetensors")
     try:
         found = _peft().set_peft_model_state_dict(model, load_file(path), name)
@@ -157,7 +157,7 @@ def _fill(model: nn.Module, folder: str, name: str) -> None:
 
 
 def load_adapter(model: nn.Module, folder: str) -> None:
-    """Put the adapter of a folder beside the weights of the float32 model that it was trained on."""
+    """Put the adapter of a folder beside the weights of the float32 model it was trained on."""
     settings = adapter_config(folder)
     try:
         _inject(model, settings, ADAPTER)
@@ -171,7 +171,7 @@ def load_adapter(model: nn.Module, folder: str) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add a model's adapter to its float32 weights, by peft's own arithmetic; plain layers remain."""
+    """Add a model's adapter to its float32 weights as peft does; plain layers remain."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(model.named_modules()):
@@ -243,7 +243,7 @@ def add_adapter(
 
 
 def adapter_dropout(model: nn.Module, on: bool) -> None:
-    """Let an adapter's dropout work or rest; the model itself is always in eval mode, without any."""
+    """Let an adapter's dropout work or rest; the model itself never has any."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.train(on and module.p > 0)

@@ -31,7 +31,7 @@ BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickl
 
 
 def _reason(path: str, e: Exception) -> str:
-    """Why nothing could be loaded from `path`; the libraries call a missing folder a bad hub name."""
+    """Why nothing was loaded from `path`; the libraries call a missing folder a bad hub name."""
     if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         return "there is no such folder"
     return first_line(e)
@@ -67,8 +67,8 @@ def load_tokenizer(path: str):
     if largest >= (size := model.get_text_config().vocab_size):
         raise ModelError(
             f"the tokenizer at {source!r} has token {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size} that "
-            "the model has embeddings for; use the tokenizer that belongs to the model"
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size} "
+            "that the model has embeddings for; use the tokenizer that belongs to the model"
         )
     return tokenizer
 
@@ -113,13 +113,15 @@ def load_causal_lm(
     except BAD_FILES as e:
         there = f"the base model of {path}" if base != path else "no causal LM"
         raise ModelError(
-            f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable hub name"
+            f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable "
+            "hub name"
             + (" (base_model_name_or_path of its adapter_config.json)" if base != path else "")
         ) from e
     if report["missing_keys"]:
         raise ModelError(
-            f"{base}: its files lack {len(report['missing_keys'])} weights of {type(model).__name__}, "
-            f"{min(report['missing_keys'])} first: it is damaged, or the folder of an encoder"
+            f"{base}: its files lack {len(report['missing_keys'])} weights of "
+            f"{type(model).__name__}, {min(report['missing_keys'])} first: it is damaged, or the "
+            "folder of an encoder"
         )
     model = prepare_causal_lm(model, base, gradient_checkpointing, compiled)
     if trained:
@@ -166,9 +168,9 @@ def prepare_causal_lm(
     if odd or model._is_stateful or not model._supports_attention_backend:
         found = f" ({', '.join(sorted(odd))})" if odd else ""
         raise ModelError(
-            f"{name}: {type(model).__name__} has layers that are not plain attention{found}: packed "
-            "sequences and the engine's keys and values know nothing else; use a Qwen2/2.5/3, Llama "
-            "or SmolLM2 model"
+            f"{name}: {type(model).__name__} has layers that are not plain attention{found}: "
+            "packed sequences and the engine's keys and values know no others; use a Qwen2/2.5/3, "
+            "Llama or SmolLM2 model"
         )
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -392,7 +392,7 @@ def pack(
             }
             state_index, computed = shared.state_index, int((shared.segment_ids >= 0).sum())
     elif not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-        # padding on the left; padding on the right is hidden by the causal mask, with faster kernels
+        # padding on the left; on the right the causal mask hides it, with faster kernels
         mask = attention_mask[:, :-1]
         inputs |= {
             "attention_mask": mask,
@@ -440,7 +440,7 @@ def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
 def _chunk_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, extra: str
 ) -> tuple[Tensor, Tensor]:
-    """hidden states (M, D), targets (M,) → log-probabilities (M,), and what `extra` asks for (M,).
+    """hidden states (M, D), targets (M,) → log-probabilities (M,), what `extra` asks for (M,).
 
     That is `entropy`; `top`, 1 where the token is the most probable one; or zeros.
     """
@@ -506,7 +506,7 @@ def packed_logprobs(
     """
     if temperature <= 0:
         raise ValueError(
-            f"temperature {temperature}: log-probabilities need one above 0 (greedy sampling has none)"
+            f"temperature {temperature}: log-probabilities need one above 0 (greedy has none)"
         )
     forward = getattr(model, "logprobs_forward", None) or functools.partial(
         _logprobs_forward, model
