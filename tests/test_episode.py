@@ -1029,31 +1029,34 @@ def write_world(folder, count=6):
         (folder / f"{name}.qrels").write_text("".join(f"{name}{i} 0 p{i % 10} 1\n" for i in range(count)))
 
 
+CHOICES = 4  # words that the model of `world` searches for, and words that it answers with
 SHORT = "<think>a</think><search>alpha{}</search>", r"<think>b</think><answer>\boxed{{beta{}}}</answer>"
 
 
 def write_searching_lm(folder):
-    """A tiny model that has learnt to search for one of ten words and to answer with one of ten, whatever the prompt."""
-    model, tok = tiny.tiny_lm(folder, hidden_size=128), tiny.tiny_tokenizer()  # vLLM's CPU kernels want heads of 32
+    """A tiny model that has learnt to search for one of CHOICES words and to answer with one, whatever the prompt.
+
+    Tags are tokens of their own, so that episodes are short. The learning rate falls to zero: the model ends in a flat
+    place, from which small steps of training change its choices and not its form.
+    """
+    tok = tiny.tiny_tokenizer()
+    tok.add_tokens([f"<{slash}{name}>" for name in ("think", "search", "result", "answer") for slash in ("", "/")])
+    model = tiny.tiny_lm(hidden_size=128, vocab=len(tok))  # vLLM's CPU kernels want heads of 32
     tok.chat_template = "{{ '!' }}"  # one constant token as prompt
     tok.save_pretrained(folder)
-    rng, optimizer = random.Random(0), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    task = search_task(tok=tok)
-    torch.manual_seed(0)
-    for _ in range(160):
+    rng, optimizer, steps = random.Random(0), torch.optim.AdamW(model.parameters()), 160
+    for step in range(steps):
         rows, masks = [], []
         for _ in range(6):
-            i, j = rng.randrange(10), rng.randrange(10)
+            i, j = rng.randrange(CHOICES), rng.randrange(CHOICES)
             shown = f' <result>\n"T{i}"\nalpha{i} is beta{i}\n</result>'
-            parts = [(SHORT[0].format(i), 1), (shown, 0), (SHORT[1].format(j), 1)]
-            ids, mask = [5], []
-            for text, m in parts:
-                more = tok(text)["input_ids"]
-                ids, mask = ids + more, mask + [m] * len(more)
-            rows.append(ids + [EOS])
-            masks.append(mask + [1])
-        tokens = torch.tensor(rows)
-        loss = -(token_logprobs(model, tokens, torch.ones_like(tokens)) * torch.tensor(masks)).sum() / 600
+            parts = [(SHORT[0].format(i), 1), (shown, 0), (SHORT[1].format(j) + tok.eos_token, 1)]
+            encoded = [(tok(text)["input_ids"], mask) for text, mask in parts]
+            rows.append([5] + [token for ids, _ in encoded for token in ids])
+            masks.append([mask for ids, mask in encoded for _ in ids])
+        tokens, mask = torch.tensor(rows), torch.tensor(masks)
+        loss = -(token_logprobs(model, tokens, torch.ones_like(tokens)) * mask).sum() / mask.sum()
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -1073,7 +1076,7 @@ def test_both_engines_give_the_same_greedy_episodes(world):
     """One greedy model, two engines: the same token lists, masks, searches and ends, and log-probabilities alike."""
     import rollout
     tok, made = load_tokenizer(str(world / "lm")), []
-    begun = ["", "<think>a", *(f"<think>a</think><search>alpha{i}" for i in range(6)), "<search>", "<answer>"]
+    begun = ["", "<think>a", *(f"<think>a</think><search>alpha{i}" for i in range(CHOICES)), "<search>", "<search>a", "<answer>"]
     prompts = [[5] + tok(text)["input_ids"] for text in begun]
     for kind in ("torch", "vllm"):
         device = torch.device("cuda" if torch.cuda.is_available() and kind == "vllm" else "cpu")
@@ -1135,24 +1138,30 @@ def test_inference_refuses_what_cannot_work(world, monkeypatch):
 
 
 def grpo_words(out, *more):
-    return [sys.executable, str(ROOT / "grpo.py"), "task=search", "model=lm", "train=train.jsonl", "dev=dev.jsonl",
-            "qrels=[train.qrels, dev.qrels]", f"out={out}", "retriever.kind=bm25", "retriever.corpus=corpus.jsonl",
-            "episode.top_k=1", "episode.result_tokens=100", "episode.max_rounds=3", "prompts_per_step=3", "group_size=4",
-            "temperature=1.0", "max_response_tokens=300", "steps=4", "validate_every=2", "save_every=2", "lr=1e-3",
-            "warmup_steps=2", *more]
+    return ["task=search", "model=lm", "train=train.jsonl", "dev=dev.jsonl", "qrels=[train.qrels, dev.qrels]", f"out={out}",
+            "retriever.kind=bm25", "retriever.corpus=corpus.jsonl", "episode.top_k=1", "episode.result_tokens=100",
+            "episode.max_rounds=3", "prompts_per_step=3", "group_size=4", "temperature=1.0", "max_response_tokens=300",
+            "steps=4", "validate_every=2", "save_every=2", "lr=3e-4", "warmup_steps=3", *more]
 
 
-def run_grpo(world, out, *more):
-    return subprocess.run(grpo_words(out, *more), cwd=world, env=ENV, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def train(world, where, monkeypatch):
+    """Trains in `world` with the settings of `grpo_words`; gives the run's summary and the rows of its metrics."""
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)  # `where` is used again
+
+    def run(out, *more):
+        result = grpo.main(config.load_config(grpo.GRPOConfig, grpo_words(out, *more)))
+        return result, [row for _, row in data.read_jsonl(f"{out}/metrics.jsonl")]
+
+    return run
 
 
-def test_training_on_episodes_logs_answers_and_resumes(world):
+def test_training_on_episodes_logs_answers_and_resumes(world, train, capsys):
     """The whole loop on `search`: metrics, samples, best policy by F1; a run in two pieces ends where one ends."""
-    done = run_grpo(world, "whole")
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result, rows = train("whole")
+    said = capsys.readouterr().out
     assert result["steps"] == 4 and 0 <= result["dev_f1_start"] and result["dev_f1_best"] >= result["dev_f1_start"]
-    rows = [row for _, row in data.read_jsonl(world / "whole/metrics.jsonl")]
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and {"dev_em", "dev_all_gold", "dev_searches"} <= rows[0].keys()
     for row in rows[1:]:
         assert 0 <= row["f1"] <= 1 and row["searches"] > 0.5 and 0 <= row["all_gold"] <= 1 and row["failed"] == 0
@@ -1160,23 +1169,23 @@ def test_training_on_episodes_logs_answers_and_resumes(world):
         assert 0 < row["seconds_search"] < row["seconds_sample"] and row["engine_gap"] < 1e-4 and "mrr" not in row
     samples = [row for _, row in data.read_jsonl(world / "whole/rollouts/step_000001.jsonl")]
     assert len(samples) == 12 and {"prediction", "searches", "gold_recall", "query_id"} <= samples[0].keys()
-    assert "first prompt: " in done.stdout and "| f1 " in done.stdout and "| searches " in done.stdout
-    assert run_grpo(world, "parts", "steps=2").returncode == 0
-    assert run_grpo(world, "parts").returncode == 0
-    parts = [row for _, row in data.read_jsonl(world / "parts/metrics.jsonl")]
-    for one, two in zip(rows[3:], parts[3:]):
+    assert "first prompt: " in said and "| f1 " in said and "| searches " in said
+    train("parts", "steps=2")
+    _, parts = train("parts")
+    for one, two in zip(rows[3:], parts[3:], strict=True):
         assert all(one[key] == two[key] for key in one if not key.startswith("seconds"))
 
 
-def test_training_learns_what_to_search_for_and_what_to_answer(world):
-    """Every question wants beta3, which alpha3 finds: within ten steps both choices, one in ten before, are made often."""
+def test_training_learns_what_to_search_for_and_what_to_answer(world, train):
+    """Every question wants beta3, which alpha3 finds: both choices, one in four before, are soon made often.
+
+    MARGIN
+    """
     write_jsonl(world / "same.jsonl", [{"id": f"s{i}", "question": f"what {i}", "golden_answers": ["beta3"]} for i in range(8)])
     (world / "same.qrels").write_text("".join(f"s{i} 0 p3 1\n" for i in range(8)))
-    done = run_grpo(world, "learns", "train=same.jsonl", "dev=", "qrels=[same.qrels]", "episode.gold_reward=all", "steps=10",
-                    "prompts_per_step=4", "group_size=8", "warmup_steps=0", "kl_coef=0.0", "save_every=10")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [row for _, row in data.read_jsonl(world / "learns/metrics.jsonl")][1:]
-    first, last = rows[0], {key: sum(r[key] for r in rows[-3:]) / 3 for key in ("reward", "em", "all_gold")}
+    _, rows = train("learns", "train=same.jsonl", "dev=", "qrels=[same.qrels]", "episode.gold_reward=all", "steps=14",
+                    "prompts_per_step=4", "group_size=8", "kl_coef=0.0", "save_every=100")
+    first, last = rows[1], {key: sum(r[key] for r in rows[-3:]) / 3 for key in ("reward", "em", "all_gold")}
     assert last["reward"] > first["reward"] + 0.25 and last["em"] > first["em"] + 0.2
     assert last["all_gold"] > first["all_gold"] + 0.2
 
@@ -1191,4 +1200,4 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
                                 (["max_prompt_tokens=1", "episode.template=base"], DataError, "every prompt is longer")):
         (world / "wrong.qrels").write_text("train0 0 p99 1\n")
         with pytest.raises(error, match=reason):
-            grpo.start(config.load_config(grpo.GRPOConfig, grpo_words("never", *more)[2:]), distributed.Dist(0, 1, torch.device("cpu")))
+            grpo.start(config.load_config(grpo.GRPOConfig, grpo_words("never", *more)), distributed.Dist(0, 1, torch.device("cpu")))
