@@ -284,7 +284,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
                                                "layers: from 0 (none) to 1 (all)")
     check_engine(cfg.engine, equal_calls=cfg.task == "rewrite")
     if cfg.task != "rewrite":
-        check_episode(cfg.episode, cfg.task)
+        check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
         need(cfg.episode.gold_reward == "none" or bool(cfg.qrels),
              f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give qrels=[FILE, …]")
     need(cfg.lora.dropout == 0, f"lora.dropout={cfg.lora.dropout}: with dropout the trainer's log-probabilities are "

@@ -164,8 +164,8 @@ def tool_call_text(function: dict) -> str:
 def read_conversations(path: str) -> list[list[dict]]:
     """Few-shot examples of `search` and `agent`: JSONL {"messages": [...]}, each from a user's question to its answer.
 
-    `search`: one user and one assistant message, results included.  `agent`: assistant messages with `tool_calls`
-    (function: name, arguments as a mapping), messages of role `tool`, and a last answer.
+    `search`: one user and one assistant message, results included. `agent`: assistant messages with `tool_calls`
+    (function: name, arguments as a mapping or as its JSON), messages of role `tool`, and a last answer.
     """
     conversations = []
     for number, row in read_jsonl(path):
@@ -175,10 +175,41 @@ def read_conversations(path: str) -> list[list[dict]]:
                 isinstance(m.get("content"), str) for m in messages):
             raise DataError(f"{path}:{number}: messages must run from a user's question to the assistant's answer, "
                             f"each with role and content; the roles are {roles}")
-        conversations.append(messages)
+        conversations.append([m | {"tool_calls": mapped_calls(m, f"{path}:{number}")} if m.get("tool_calls") else m
+                              for m in messages])
     if not conversations:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return conversations
+
+
+def mapped_calls(message: dict, location: str) -> list[dict]:
+    """A message's `tool_calls` as chat templates take them: arguments as a mapping; OpenAI's form has their JSON."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError) as e:
+            raise DataError(f"{location}: the arguments of a call are not valid JSON ({e}): {arguments[:80]!r}") from e
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise DataError(f"{location}: a tool call needs a function with a name and a mapping of arguments, not "
+                            f"{str(call)[:80]}")
+        calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
+
+
+def outside_thoughts(text: str) -> str:
+    """A turn without its think blocks, closed or not, nor what stands before the end of one that the prompt opened."""
+    opened, closing, rest = text.partition("</think>")
+    text = rest if closing and "<think>" not in opened else text
+    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
+
+
+def before_calls(text: str) -> str:
+    """A turn up to its first tool call outside of the thinking."""
+    return re.match(r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>).)*", text, re.DOTALL).group()
 
 
 TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that prompts stay the same
@@ -234,28 +265,34 @@ def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of `render_chat`.  The template writes BOS itself where the model wants one (once, never twice).
+    """Token ids of `render_chat`. The template writes BOS itself where the model wants one (once, never twice).
 
-    What examples answered stands there as it is: some templates cut the thoughts off earlier turns.  DataError for a
-    template that leaves out another message (of the role system, say): the model would not know what it is to do.
+    What examples answered stands there as it is, although some templates cut the thoughts off earlier turns. DataError
+    for a template that leaves out another message (of the role system, say).
     """
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    marked = [m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m for i, m in enumerate(chat)]
+    special = control_strings(tokenizer)
+    contents = [defuse(m["content"], special) for m in chat]
+    mark = "\ue000"
+    while any(mark in content for content in contents):  # a placeholder that is in none of the texts
+        mark += "\ue000"
+    marked = [m | {"content": f"{mark}{i}\ue001"} if m["role"] == "assistant" else m for i, m in enumerate(chat)]
     text = render_chat(tokenizer, marked, tools)
+    for m, content in zip(marked, contents):
+        if m["role"] == "assistant":
+            text = text.replace(m["content"], content)
     if len(chat) > 1:
-        special = control_strings(tokenizer)
-        contents = [defuse(m["content"], special) for m in chat]
-        for m, content in zip(marked, contents):
-            if m["role"] == "assistant":
-                text = text.replace(m["content"], content)
         shown = "".join(text.split())
         lost = [m for m, content in zip(chat, contents) if "".join(content.split()) not in shown]
         if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
             raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
                             f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it")
-    # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
-    text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(without_opened_think(text), add_special_tokens=False)["input_ids"]
+
+
+def without_opened_think(text: str) -> str:
+    """A prompt without the `<think>` that templates of reasoning models end with: a response then has both tags."""
+    return text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
 
 
 def encode_text(tokenizer, text: str) -> list[int]:

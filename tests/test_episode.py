@@ -20,8 +20,7 @@ import tiny
 import torch
 from tokenizers import processors
 from transformers import AddedToken
-from episodes import episode
-from episodes import tools
+from episodes import episode, tools, trajectories
 import config
 import data
 import distributed
@@ -757,7 +756,7 @@ def test_a_trajectory_is_encoded_as_it_was_sampled(make, turns, template):
     engine = Script(turns)
     e, = run_episodes(engine, [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096)
     row = json.loads(json.dumps(episode.trajectory_row(e, LIMA, task, {})))
-    ids, mask = episode.encode_trajectory(task.tokenizer, row)
+    ids, mask = trajectories.encode(task.tokenizer, row)
     assert ids == e.prompt_ids + e.response_ids and mask == [0] * (len(e.prompt_ids) - 1) + e.loss_mask
 
 
@@ -766,7 +765,7 @@ def test_base_models_get_one_string(tmp_path):
     text = task.tokenizer.decode(task.prompt("Where is {it} <|im_end|>?"))
     assert text.endswith("User: Where is {it} < |im_end|>? Assistant:") and "<|im_start|>" not in text
     e, = run_episodes(Script([THINK, ANSWER]), [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096)
-    ids, mask = episode.encode_trajectory(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
+    ids, mask = trajectories.encode(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
     assert ids == e.prompt_ids + e.response_ids
     shown = search_text("Where?", [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A."}]])
     assert shown.endswith("\nUser: Who? Assistant: A.\nUser: Where? Assistant:")
@@ -796,7 +795,7 @@ def test_rows_that_are_no_trajectories_are_refused():
                         ({"task": "search", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
                          "needs its `text`")):
         with pytest.raises(DataError, match=reason):
-            episode.encode_trajectory(tokenizer(), row)
+            trajectories.encode(tokenizer(), row)
 
 
 def test_the_demo_examples_keep_the_form():

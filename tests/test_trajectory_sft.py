@@ -9,12 +9,10 @@ import pytest
 import torch
 from test_infer import CPU
 from tiny import tiny_lm, tiny_tokenizer
-from episodes import episode
 from episodes import trajectories
 import data
 import sft
 from config import ConfigError
-from episodes.episode import encode_trajectory
 from packing import token_logprobs
 from prompts import encode_example
 from runs import write_jsonl
@@ -156,7 +154,7 @@ def test_both_ways_of_encoding_agree(tokenizer):
     """By the sampled texts (infer.py's rows) and by the template: the same ids and masks where the model wrote what the
     template would."""
     row = agent_row()
-    assert trajectories.encode(tokenizer, row) == encode_trajectory(tokenizer, row) == trajectories.encode_messages(
+    assert trajectories.encode(tokenizer, row) == trajectories.encode_sampled(tokenizer, row) == trajectories.encode_messages(
         tokenizer, row["messages"], row["tools"], "row")
 
 
@@ -246,8 +244,6 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
     examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), hermes(), cfg, path)
     assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1,
                                               "without a last answer": 1, "ended as length": 1}
-    with pytest.raises(data.DataError, match="in the middle of something"):
-        episode.encode_trajectory(hermes(), halfway)
     with pytest.raises(data.DataError, match="none of its 5 trajectories"):
         sft.main(config(lm, path, tmp_path / "o", max_length=10))
 
