@@ -19,13 +19,27 @@ from typing import Any, Literal
 
 import data
 from data import DataError
-from episodes.episode import derive_glue, template_knows_tools
-from prompts import (before_calls, control_strings, defuse, encode_chat, encode_text, eos_token_ids, mapped_calls,
-                     render_chat, search_text, special_strings, spell_tools, without_eos)
+from episodes.tasks import derive_glue, template_knows_tools
+from prompts import (
+    before_calls,
+    control_strings,
+    defuse,
+    encode_chat,
+    encode_text,
+    eos_token_ids,
+    mapped_calls,
+    render_chat,
+    search_text,
+    special_strings,
+    spell_tools,
+    without_eos,
+)
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
-RESULT = re.compile(r"(?<=</search>)\s*<(result|information)>.*?</\1>", re.DOTALL)  # inside an assistant's text
+RESULT = re.compile(
+    r"(?<=</search>)\s*<(result|information)>.*?</\1>", re.DOTALL
+)  # inside an assistant's text
 
 
 def holds_trajectories(path: str) -> bool:
@@ -40,16 +54,25 @@ def read_trajectories(path: str) -> list[dict]:
         location = f"{path}:{number}"
         row = {"rollout_id": f"line {number}"} | row
         if not isinstance(row["rollout_id"], str | int):
-            raise DataError(f"{location}: rollout_id is {str(row['rollout_id'])[:60]}; it must be a string")
-        row |= {"tools": _tools(row.get("tools"), location), "messages": _messages(row.get("messages"), location)}
+            raise DataError(
+                f"{location}: rollout_id is {str(row['rollout_id'])[:60]}; it must be a string"
+            )
+        row |= {
+            "tools": _tools(row.get("tools"), location),
+            "messages": _messages(row.get("messages"), location),
+        }
         if row["rollout_id"] in seen:
-            raise DataError(f"{location}: rollout_id {row['rollout_id']!r} occurs a second time; every rollout needs "
-                            "its own")
+            raise DataError(
+                f"{location}: rollout_id {row['rollout_id']!r} occurs a second time; every rollout needs "
+                "its own"
+            )
         seen.add(row["rollout_id"])
         rows.append(row)
     if not rows:
-        raise DataError(f"{path}: no trajectories; the file is empty: give one with a trajectory a line (of a report's "
-                        "successes: none succeeded)")
+        raise DataError(
+            f"{path}: no trajectories; the file is empty: give one with a trajectory a line (of a report's "
+            "successes: none succeeded)"
+        )
     return rows
 
 
@@ -62,43 +85,69 @@ def _json(text: Any, what: str, location: str) -> Any:
 
 def _tools(tools: Any, location: str) -> list[dict]:
     tools = _json(tools, "tools", location) or []
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and isinstance(t.get("function"), dict)
-                                              and t["function"].get("name") for t in tools):
-        raise DataError(f'{location}: tools must be a list of {{"type": "function", "function": {{"name", …}}}}, or its '
-                        f"JSON text, not {str(tools)[:80]}")
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) and t["function"].get("name")
+        for t in tools
+    ):
+        raise DataError(
+            f'{location}: tools must be a list of {{"type": "function", "function": {{"name", …}}}}, or its '
+            f"JSON text, not {str(tools)[:80]}"
+        )
     return tools
 
 
 def _messages(messages: Any, location: str) -> list[dict]:
     """Messages in OpenAI's form; a turn that is not trained has `weight` 0."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str)
-                                                 and isinstance(m.get("content"), str | None) for m in messages):
-        raise DataError(f"{location}: messages must be a list of messages with role and content (text), not "
-                        f"{str(messages)[:80]}")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict)
+        and isinstance(m.get("role"), str)
+        and isinstance(m.get("content"), str | None)
+        for m in messages
+    ):
+        raise DataError(
+            f"{location}: messages must be a list of messages with role and content (text), not "
+            f"{str(messages)[:80]}"
+        )
     out: list[dict] = []
     for m in messages:
         for key in ("weight", "loss"):
             if m.get(key) not in (None, 0, 1):
-                raise DataError(f"{location}: {key} of a message is {str(m[key])[:40]!r}; it is 1 or 0, true or false")
+                raise DataError(
+                    f"{location}: {key} of a message is {str(m[key])[:40]!r}; it is 1 or 0, true or false"
+                )
         weight = {"weight": 0} if 0 in (m.get("weight"), m.get("loss")) else {}
         role = {"tool_response": "tool"}.get(m["role"], m["role"])
         if role == "tool_call":
             _add_call(out, m, weight, location)
         elif role in ("system", "user", "assistant", "tool"):
             if m.get("function_call"):
-                raise DataError(f"{location}: a message has function_call, a form that is no longer used; write "
-                                "tool_calls")
-            thought = next((m[key] for key in ("reasoning_content", "reasoning", "thinking") if m.get(key)), None)
-            out.append({key: value for key, value in m.items() if key not in ("weight", "loss")} | weight
-                       | {"role": role, "content": m.get("content") or ""}
-                       | ({"reasoning_content": thought} if thought else {}))
+                raise DataError(
+                    f"{location}: a message has function_call, a form that is no longer used; write "
+                    "tool_calls"
+                )
+            thought = next(
+                (m[key] for key in ("reasoning_content", "reasoning", "thinking") if m.get(key)),
+                None,
+            )
+            out.append(
+                {key: value for key, value in m.items() if key not in ("weight", "loss")}
+                | weight
+                | {"role": role, "content": m.get("content") or ""}
+                | ({"reasoning_content": thought} if thought else {})
+            )
         else:
-            raise DataError(f"{location}: a message of role {m['role']!r}; roles are system, user, assistant and tool")
+            raise DataError(
+                f"{location}: a message of role {m['role']!r}; roles are system, user, assistant and tool"
+            )
     if any(m["role"] == "assistant" and is_blank(m) for m in out[:-1]):
-        raise DataError(f"{location}: an assistant's message in the middle is empty; take it out, or cut the chat there")
+        raise DataError(
+            f"{location}: an assistant's message in the middle is empty; take it out, or cut the chat there"
+        )
     roles = [m["role"] for m in out]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
-        raise DataError(f"{location}: messages must run from a question to an assistant's answer; the roles are {roles}")
+        raise DataError(
+            f"{location}: messages must run from a question to an assistant's answer; the roles are {roles}"
+        )
     return out
 
 
@@ -106,20 +155,34 @@ def _add_call(out: list[dict], message: dict, weight: dict, location: str) -> No
     """Add an ms-swift `tool_call` message to the assistant's message before it, which is trained as a whole or not."""
     call = _json(message["content"], "a tool_call", location)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise DataError(f"{location}: a tool_call must hold a name and arguments, not {str(message['content'])[:80]}")
+        raise DataError(
+            f"{location}: a tool_call must hold a name and arguments, not {str(message['content'])[:80]}"
+        )
     if not out or out[-1]["role"] != "assistant":
         out.append({"role": "assistant", "content": ""} | weight)
     elif out[-1].get("weight") != weight.get("weight"):
-        raise DataError(f"{location}: an assistant's message and its tool_call differ in loss; a turn is trained as a "
-                        "whole or not at all: give both the same")
+        raise DataError(
+            f"{location}: an assistant's message and its tool_call differ in loss; a turn is trained as a "
+            "whole or not at all: give both the same"
+        )
     calls = out[-1].setdefault("tool_calls", [])
-    calls.append({"id": f"call_{len(out)}_{len(calls)}", "type": "function", "function": {
-        "name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}})
+    calls.append(
+        {
+            "id": f"call_{len(out)}_{len(calls)}",
+            "type": "function",
+            "function": {
+                "name": call["name"],
+                "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False),
+            },
+        }
+    )
 
 
 def is_blank(message: dict) -> bool:
     """Has an assistant's message nothing that could be trained?"""
-    return not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+    return not (
+        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+    )
 
 
 # ---------------------------------------------------------------------------------------- encode
@@ -131,7 +194,9 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     Every stretch is encoded alone, as rollouts are, so that no token spans a border. DataError: a template that leaves
     out what would be trained, or writes earlier turns anew.
     """
-    if row.get("task") in ("search", "agent") and all("text" in m for m in row["messages"] if m["role"] == "assistant"):
+    if row.get("task") in ("search", "agent") and all(
+        "text" in m for m in row["messages"] if m["role"] == "assistant"
+    ):
         return encode_sampled(tokenizer, row)
     return encode_messages(tokenizer, row["messages"], row["tools"], str(row.get("rollout_id")))
 
@@ -143,7 +208,9 @@ class _Encoded:
         self.tokenizer, self.ids, self.labels = tokenizer, list(ids), [0] * len(ids)
 
     def append(self, text: str, label: int) -> None:
-        self.append_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], label)
+        self.append_ids(
+            self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], label
+        )
 
     def append_ids(self, ids: list[int], label: int) -> None:
         self.ids += ids
@@ -158,26 +225,37 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     if agent:
         native = template_knows_tools(tokenizer, tools)
         _, head, between, tail = derive_glue(tokenizer, native)
-        prompt = encode_chat(tokenizer, start, tools) if native else encode_chat(tokenizer, spell_tools(start, tools))
+        prompt = (
+            encode_chat(tokenizer, start, tools)
+            if native
+            else encode_chat(tokenizer, spell_tools(start, tools))
+        )
     else:
         head, between, tail = " <result>\n", "", "\n</result>"
-        prompt = (encode_text(tokenizer, search_text(start[-1]["content"], (), start[0]["content"]))
-                  if row.get("template") == "base" else encode_chat(tokenizer, start))
+        prompt = (
+            encode_text(tokenizer, search_text(start[-1]["content"], (), start[0]["content"]))
+            if row.get("template") == "base"
+            else encode_chat(tokenizer, start)
+        )
     encoded, eos = _Encoded(tokenizer, prompt), eos_token_ids(tokenizer)[:1]
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     for i, following in zip(turns, [*turns[1:], len(messages)]):
         own, last = int(messages[i].get("weight") != 0), i == turns[-1]
         encoded.append(messages[i]["text"], own)
         encoded.append_ids(eos if last or agent else [], own)
-        results = [m["content"] for m in messages[i + 1:following]]
+        results = [m["content"] for m in messages[i + 1 : following]]
         if not last and not results:
-            raise DataError(f"{row.get('rollout_id')}: message {i} is followed by no result; a sampled turn is kept "
-                            "with what was shown behind it, or the chat ends there")
+            raise DataError(
+                f"{row.get('rollout_id')}: message {i} is followed by no result; a sampled turn is kept "
+                "with what was shown behind it, or the chat ends there"
+            )
         encoded.append(head + between.join(results) + tail if results else "", 0)
     return encoded.ids, encoded.labels[1:]
 
 
-def encode_messages(tokenizer, messages: list[dict], tools: list[dict], location: str) -> tuple[list[int], list[int]]:
+def encode_messages(
+    tokenizer, messages: list[dict], tools: list[dict], location: str
+) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a chat in the tokenizer's template.
 
     Where an assistant's turn begins is found by rendering what comes before it, where it ends by the EOS behind it. It
@@ -185,7 +263,13 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], location
     """
     template = f"{location}: the chat template of {tokenizer.name_or_path}"
     chat = _template_form(messages, tokenizer, location)
-    sources = iter([(m, int(own.get("weight") != 0)) for m, own in zip(chat, messages) if m["role"] == "assistant"])
+    sources = iter(
+        [
+            (m, int(own.get("weight") != 0))
+            for m, own in zip(chat, messages)
+            if m["role"] == "assistant"
+        ]
+    )
     native = not tools or template_knows_tools(tokenizer, tools)
     if not native:
         chat = chat if chat[0]["role"] == "system" else [{"role": "system", "content": ""}, *chat]
@@ -199,24 +283,32 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], location
             continue
         before = render_chat(tokenizer, chat[:i], shown, answer_next=False)
         if not full.startswith(before):
-            raise DataError(f"{template} writes earlier turns anew once message {i} follows; keep the last question's "
-                            "turns alone, or use another model")
-        opened = render_chat(tokenizer, chat[:i], shown, answer_next=True)[len(before):]
-        header = os.path.commonprefix([full[len(before):], opened])
-        if "</think>" not in header:  # a block that the template opens is left to the model, as in rollouts
+            raise DataError(
+                f"{template} writes earlier turns anew once message {i} follows; keep the last question's "
+                "turns alone, or use another model"
+            )
+        opened = render_chat(tokenizer, chat[:i], shown, answer_next=True)[len(before) :]
+        header = os.path.commonprefix([full[len(before) :], opened])
+        if (
+            "</think>" not in header
+        ):  # a block that the template opens is left to the model, as in rollouts
             header = header.partition("<think>")[0]
         begin = len(before) + len(header)
         found = [place + len(end) for end in ends if (place := full.find(end, begin)) >= 0]
         if not header.strip() or not found:
-            raise DataError(f"{template} gives an assistant's turn no header, or does not end it with "
-                            f"{' or '.join(ends)}; use a ChatML model")
+            raise DataError(
+                f"{template} gives an assistant's turn no header, or does not end it with "
+                f"{' or '.join(ends)}; use a ChatML model"
+            )
         source, own = next(sources)
-        turn = full[begin:min(found)]
+        turn = full[begin : min(found)]
         _check_turn(turn, source, template)
         encoded.append(full[at:begin], 0)
         inner = 0
-        for result in RESULT.finditer(turn):  # of a `search` trajectory, shown to the model inside its one turn
-            encoded.append(turn[inner:result.start()], own)
+        for result in RESULT.finditer(
+            turn
+        ):  # of a `search` trajectory, shown to the model inside its one turn
+            encoded.append(turn[inner : result.start()], own)
             encoded.append(result.group(), 0)
             inner = result.end()
         encoded.append(turn[inner:], own)
@@ -246,15 +338,22 @@ def _template_form(messages: list[dict], tokenizer, location: str) -> list[dict]
 
 def _check_turn(turn: str, message: dict, template: str) -> None:
     """DataError where a turn as rendered lacks what its message holds: it would be trained without it, unnoticed."""
+
     def without_space(text: str) -> str:
         return "".join(text.split())
 
-    wanted = {"content": [message["content"]], "reasoning_content": [message.get("reasoning_content", "")],
-              "tool_calls": [call["function"]["name"] for call in message.get("tool_calls", [])]}
+    wanted = {
+        "content": [message["content"]],
+        "reasoning_content": [message.get("reasoning_content", "")],
+        "tool_calls": [call["function"]["name"] for call in message.get("tool_calls", [])],
+    }
     for key, texts in wanted.items():
         if not all(without_space(text) in without_space(turn) for text in texts):
-            way = ("put it in front of content, between <think> and </think>" if key == "reasoning_content"
-                   else "use a model whose template writes it")
+            way = (
+                "put it in front of content, between <think> and </think>"
+                if key == "reasoning_content"
+                else "use a model whose template writes it"
+            )
             raise DataError(f"{template} leaves out the {key} of an assistant's turn; {way}")
 
 
@@ -264,7 +363,9 @@ def _check_turn(turn: str, message: dict, template: str) -> None:
 def succeeded(row: dict, rule: Rule) -> bool:
     """EM = 1, or F1 >= 0.8; a row that failed for a technical reason, or without scores, has not."""
     score = row.get("metric_score") or {}
-    return not row.get("error") and (score.get("em", 0) >= 1 if rule == "em" else score.get("f1", 0) >= F1_SUCCESS)
+    return not row.get("error") and (
+        score.get("em", 0) >= 1 if rule == "em" else score.get("f1", 0) >= F1_SUCCESS
+    )
 
 
 def tool_calls(row: dict) -> int:
@@ -292,7 +393,11 @@ def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
     for i, row in enumerate(rows):
         groups.setdefault(CLASSES[by](row), []).append(i)
     draw = random.Random(seed)
-    kept = {i for _, members in sorted(groups.items()) for i in draw.sample(members, min(cap, len(members)))}
+    kept = {
+        i
+        for _, members in sorted(groups.items())
+        for i in draw.sample(members, min(cap, len(members)))
+    }
     return [row for i, row in enumerate(rows) if i in kept]
 
 
@@ -312,7 +417,9 @@ def question_key(row: dict) -> str:
     """What tells questions apart: the question's id, else what the first user message asks."""
     if row.get("id") not in (None, ""):
         return str(row["id"])
-    return str(next((m["content"] for m in row["messages"] if m["role"] == "user"), row["rollout_id"]))
+    return str(
+        next((m["content"] for m in row["messages"] if m["role"] == "user"), row["rollout_id"])
+    )
 
 
 # ---------------------------------------------------------------------------------------- export
@@ -320,10 +427,16 @@ def question_key(row: dict) -> str:
 
 def to_openai(row: dict) -> dict:
     """{"messages", "tools"} of OpenAI's fine-tuning form: thoughts stay in the content; `weight` 0 is kept."""
-    keys = {"system": ("role", "content"), "user": ("role", "content"), "tool": ("role", "tool_call_id", "content"),
-            "assistant": ("role", "content", "tool_calls", "weight")}
-    messages = [{key: m[key] for key in keys[m["role"]] if m.get(key) is not None}
-                for m in (m | {"content": _content(m)} for m in row["messages"])]
+    keys = {
+        "system": ("role", "content"),
+        "user": ("role", "content"),
+        "tool": ("role", "tool_call_id", "content"),
+        "assistant": ("role", "content", "tool_calls", "weight"),
+    }
+    messages = [
+        {key: m[key] for key in keys[m["role"]] if m.get(key) is not None}
+        for m in (m | {"content": _content(m)} for m in row["messages"])
+    ]
     return {"messages": messages} | ({"tools": row["tools"]} if row["tools"] else {})
 
 
@@ -336,9 +449,14 @@ def to_swift(row: dict) -> dict:
         content = _content(m)
         if content or not calls:
             messages.append({"role": m["role"], "content": content} | loss)
-        messages += [{"role": "tool_call", "content": json.dumps(call["function"], ensure_ascii=False)} | loss
-                     for call in calls]
-    return {"messages": messages} | ({"tools": json.dumps(row["tools"], ensure_ascii=False)} if row["tools"] else {})
+        messages += [
+            {"role": "tool_call", "content": json.dumps(call["function"], ensure_ascii=False)}
+            | loss
+            for call in calls
+        ]
+    return {"messages": messages} | (
+        {"tools": json.dumps(row["tools"], ensure_ascii=False)} if row["tools"] else {}
+    )
 
 
 def _content(message: dict) -> str:
@@ -347,4 +465,8 @@ def _content(message: dict) -> str:
     if message.get("tool_calls"):
         query = content.rfind("<search>", 0, max(content.rfind("</search>"), 0))
         content = (content[:query] if query >= 0 else before_calls(content)).rstrip()
-    return content if not thoughts or "<think>" in content else f"<think>\n{thoughts}\n</think>\n\n{content}".rstrip()
+    return (
+        content
+        if not thoughts or "<think>" in content
+        else f"<think>\n{thoughts}\n</think>\n\n{content}".rstrip()
+    )

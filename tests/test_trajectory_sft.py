@@ -105,7 +105,6 @@ def test_a_template_without_tools_spells_them_and_one_that_drops_things_is_refus
 
 
 def test_reasoning_is_in_the_target_or_an_error():
-    """sft-05"""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "reasoning_content": "r7", "content": "a7"}]
     tokenizer = hermes(FORGETS)
     assert trained(tokenizer, *trajectories.encode_messages(tokenizer, messages, [], "row")) == ["<think>\nr7\n</think>\n\na7<|im_end|>"]
@@ -342,6 +341,32 @@ def test_turns_that_are_not_to_be_trained_are_not(tmp_path):
         "b<|im_end|>", "a<|im_end|>"]
     with pytest.raises(data.DataError, match="t.jsonl:1: weight of a message is '0.5'"):
         chat_rows(tmp_path, weight=0.5)
+
+
+def test_marks_of_untrained_turns_hold_in_every_form(tmp_path):
+    """On a sampled turn, on a call of its own message, and in exports."""
+    tokenizer, last = hermes(), ["<answer>Oslo</answer><|im_end|>"]
+    for mark in ({"weight": 0}, {"loss": False}):
+        row = agent_row()
+        row["messages"][2] |= mark
+        (row,) = trajectories.read_trajectories(write(tmp_path / "a.jsonl", [row]))
+        ids, mask = trajectories.encode(tokenizer, row)
+        assert trained(tokenizer, ids, mask) == last and ids == trajectories.encode(tokenizer, agent_row())[0]
+        openai, swift = trajectories.to_openai(row), trajectories.to_swift(row)
+        assert [m.get("weight") for m in openai["messages"]] == [None, None, 0, None, None, None]
+        assert [m.get("loss") for m in swift["messages"]] == [None, None, False, False, False, None, None, None]
+        for form in (openai, swift):
+            (again,) = trajectories.read_trajectories(write(tmp_path / "b.jsonl", [form]))
+            assert trajectories.encode(tokenizer, again) == (ids, mask)
+
+
+def test_a_call_that_is_not_trained(tmp_path):
+    made = {"role": "tool_call", "content": '{"name": "search", "arguments": {"query": "x"}}', "loss": False}
+    found = {"role": "tool", "content": "r"}
+    assert texts(tmp_path, made, found, tokenizer=hermes()) == ["a<|im_end|>"]
+    assert texts(tmp_path, {"role": "assistant", "content": "b", "loss": False}, made, found, tokenizer=hermes()) == ["a<|im_end|>"]
+    with pytest.raises(data.DataError, match="t.jsonl:1: an assistant's message and its tool_call differ in loss"):
+        chat_rows(tmp_path, {"role": "assistant", "content": "b"}, made, found)
 
 
 def test_thoughts_under_other_names_are_thoughts_and_old_calls_are_refused(tmp_path):
