@@ -51,7 +51,7 @@ from prompts import (decode_response, encode_chat, eos_token_ids, few_shot_promp
                      read_examples, rewrite_prompt)
 from retriever import retriever_settings, RetrieverConfig
 from reward import ANSWER_METRICS, parse_response
-from runs import check_settings, item_id, named, naming, only_writer, Progress, write_jsonl
+from runs import check_settings, item_id, path_with_digest, naming, only_writer, Progress, write_jsonl
 
 
 @dataclass
@@ -235,7 +235,7 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
     keys = ("prompt", "samples", "temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed", "parser",
             "dtype")
     begun = any(os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path))
-    settings = {"model": named(cfg.model), **{key: getattr(cfg, key) for key in keys}}
+    settings = {"model": path_with_digest(cfg.model), **{key: getattr(cfg, key) for key in keys}}
     if cfg.task != "rewrite":
         settings |= {"task": cfg.task} | retriever_settings(cfg.retriever)
         settings |= {f"episode.{key}": value for key, value in asdict(cfg.episode).items() if key != "timeout"}

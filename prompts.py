@@ -12,7 +12,7 @@ from typing import Iterable
 
 import jinja2
 
-from data import _context, DataError, _question, read_jsonl, _text, Turn
+from data import _context, DataError, _question, read_jsonl, read_lines, _text, Turn
 
 
 INSTRUCTION = """\
@@ -36,9 +36,19 @@ def _conversation(context: list[tuple[str, str]], question: str) -> str:
     )
 
 
-def rewrite_prompt(turn: Turn) -> str:
+def read_instruction(path: str) -> str:
+    """The instruction in a text file; of the rewrite task by default."""
+    if not path:
+        return INSTRUCTION
+    text = "\n".join(line for _, line in read_lines(path)).strip()
+    if not text:
+        raise DataError(f"{path}: the instruction is empty; say what the model is to do")
+    return text
+
+
+def rewrite_prompt(turn: Turn, instruction: str = INSTRUCTION) -> str:
     """The zero-shot user message of the `rewrite` task (arXiv 2505.15776, Fig. 7, in our own words)."""
-    return f"{INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
+    return f"{instruction}\n\n{_conversation(turn.context, turn.question)}"
 
 
 def response_text(think: str, rewrite: str) -> str:
@@ -46,7 +56,7 @@ def response_text(think: str, rewrite: str) -> str:
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
-def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
+def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = INSTRUCTION) -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
     An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a
@@ -59,7 +69,7 @@ def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
             {"role": "assistant", "content": example.response},
         ]
     messages.append({"role": "user", "content": _conversation(turn.context, turn.question)})
-    messages[0]["content"] = f"{INSTRUCTION}\n\n{messages[0]['content']}"
+    messages[0]["content"] = f"{instruction}\n\n{messages[0]['content']}"
     return messages
 
 

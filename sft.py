@@ -53,7 +53,7 @@ from prompts import (encode_chat, encode_example, eos_token_ids, INSTRUCTION, pa
 from rollout import check_engine
 from retriever import open_retriever, retriever_settings, RetrieverConfig
 from reward import parse_response
-from runs import (append_metrics, atomic_write, begin_metrics, check_settings, named, only_writer,
+from runs import (append_metrics, atomic_write, begin_metrics, check_settings, path_with_digest, only_writer,
                   write_jsonl)
 
 
@@ -219,7 +219,7 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], where: Dist) -
 
 def sample_settings(cfg: SFTConfig) -> dict:
     """What decides the records, files by their content."""
-    files = {key: named(getattr(cfg, key)) for key in ("model", "turns", "examples")}
+    files = {key: path_with_digest(getattr(cfg, key)) for key in ("model", "turns", "examples")}
     return files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | retriever_settings(cfg.retriever)
 
 
@@ -533,7 +533,7 @@ def train(cfg: SFTConfig, where: Dist) -> dict:
     if agentic and cfg.target != "response":
         raise ConfigError(f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are trained")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
-    files = {"model": named(cfg.model), "records": named(path)}
+    files = {"model": path_with_digest(cfg.model), "records": path_with_digest(path)}
     begin_stage(cfg, where, "train", files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
                 ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html"))
     if result := read_result(result_path):

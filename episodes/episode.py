@@ -398,23 +398,6 @@ def episode_figures(
     }
 
 
-def answer_means(rows: Sequence[dict]) -> dict[str, float]:
-    """Means of `episode_figures`, and the share of the rows that ended in each way (`end_length`, …).
-
-    gold_recall and all_gold: over the judged rows, NaN where there is none.
-    """
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values) if values else float("nan")
-
-    keys = ("em", "f1", "gold_recall", "all_gold", "searches", "notes", "rounds", "model_tokens")
-    return {key: mean([row[key] for row in rows if row[key] is not None]) for key in keys} | {
-        f"end_{state}": mean([row["end"] == state for row in rows])
-        for state in END_STATES
-        if state not in FAILED
-    }
-
-
 def note_task(folder: str, task: str, template: str) -> None:
     """Write into a model's folder what prompt it was trained with: `task.json`."""
     with atomic_write(os.path.join(folder, "task.json")) as f:
