@@ -38,7 +38,7 @@ from transformers import AutoConfig, GenerationConfig
 import data
 import rollout
 from config import ConfigError, run, save_config
-from data import DataError, Question, Turn
+from data import DataError, item_id, Question, Turn
 from distributed import all_reduce_sum, broadcast_object, cleanup, Dist, print0, setup
 from engines.base import EngineConfig, Rollout, Sampling
 from episodes.episode import (check_episode, END_STATES, Episode, episode_reward, EpisodeConfig,
@@ -51,7 +51,7 @@ from prompts import (decode_response, encode_chat, eos_token_ids, few_shot_promp
                      read_examples, rewrite_prompt)
 from retriever import retriever_settings, RetrieverConfig
 from reward import ANSWER_METRICS, parse_response
-from runs import check_settings, item_id, path_with_digest, naming, only_writer, Progress, write_jsonl
+from runs import check_settings, path_with_digest, naming, only_writer, Progress, write_jsonl
 
 
 @dataclass
