@@ -12,8 +12,7 @@ from typing import Iterable
 
 import jinja2
 
-from data import _context, DataError, _question, read_jsonl, read_lines, _text, Turn
-
+from data import DataError, Turn, _context, _question, _text, read_jsonl, read_lines
 
 INSTRUCTION = """\
 Rewrite the last question of a conversation so that a search engine understands it without the conversation.

@@ -40,13 +40,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import data
-from config import above, at_least, between, ConfigError
+from config import ConfigError, above, at_least, between
 from data import Question, read_corpus
 from engines.base import Rollout, RolloutError, Sampling
 from episodes.tasks import AgentTask, SearchTask, Task
 from episodes.tools import Call, MCPTools, RetrieverTools
 from prompts import before_calls, read_conversations
-from retriever import open_retriever, RetrieverConfig
+from retriever import RetrieverConfig, open_retriever
 from reward import all_gold, answer_metrics, gold_recall, score_answer
 from runs import atomic_write
 from search.passages import PassageIds, Texts

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import data
 from data import DataError
-from episodes.tools import Call, parse_tool_calls, SEARCH_TOOL
+from episodes.tools import SEARCH_TOOL, Call, parse_tool_calls
 from prompts import (
+    SEARCH_DIALOGUE,
     agent_messages,
     defuse,
     encode_chat,
@@ -22,7 +23,6 @@ from prompts import (
     eos_token_ids,
     outside_thoughts,
     render_chat,
-    SEARCH_DIALOGUE,
     search_messages,
     search_text,
     special_strings,
