@@ -12,7 +12,7 @@ from typing import Iterable
 
 import jinja2
 
-from data import DataError, Turn, _context, _question, _text, read_jsonl, read_lines
+from data import DataError, Turn, _context, _question, _text, one_line, read_jsonl, read_lines
 
 INSTRUCTION = """\
 Rewrite the last question of a conversation so that a search engine understands it without the conversation.
@@ -24,15 +24,11 @@ Answer in exactly this form:
 
 
 def _conversation(context: list[tuple[str, str]], question: str) -> str:
-    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question; a first turn says there was nothing."""
-    lines = [
-        f"{label}{i}: {' '.join(text.split())}"
-        for i, pair in enumerate(context, 1)
-        for label, text in zip("QA", pair)
-    ]
-    return "\n".join(
-        ["Conversation:", *(lines or ["(nothing yet)"]), f"Question: {' '.join(question.split())}"]
-    )
+    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question."""
+    lines = ["Conversation:"] + ["(nothing yet)"] * (not context)
+    for i, pair in enumerate(context, 1):
+        lines += [f"{label}{i}: {one_line(text)}" for label, text in zip("QA", pair)]
+    return "\n".join([*lines, f"Question: {one_line(question)}"])
 
 
 def read_instruction(path: str) -> str:
@@ -58,7 +54,7 @@ def response_text(think: str, rewrite: str) -> str:
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = INSTRUCTION) -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
-    An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a
+    An example is a Turn with a `response`. The paper shows its example inside one message; as turns of the chat a
     small model keeps the form far more often (SmolLM2-135M copies the examples otherwise).
     """
     messages = []
@@ -76,24 +72,17 @@ def read_examples(path: str) -> list[Turn]:
     """Few-shot examples: JSONL with context, question, think and rewrite."""
     examples = []
     for number, row in read_jsonl(path):
-        where = f"{path}:{number}"
-        think, rewrite = _text(row, "think", where), _text(row, "rewrite", where)
+        location = f"{path}:{number}"
+        think, rewrite = _text(row, "think", location), _text(row, "rewrite", location)
         if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
             raise DataError(
-                f"{where}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must not be empty, "
-                "and neither may hold the tags that are put around them"
+                f"{location}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must "
+                "not be empty, and neither may hold the tags that are put around them"
             )
-        examples.append(
-            Turn(
-                f"example-{number}",
-                "examples",
-                number,
-                _context(row, where),
-                _question(row, where),
-                [],
-                response=response_text(think, rewrite),
-            )
-        )
+        context, question = _context(row, location), _question(row, location)
+        response = response_text(think, rewrite)
+        name = f"example-{number}"
+        examples.append(Turn(name, name, number, context, question, [], response=response))
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return examples
@@ -109,13 +98,11 @@ Thinking and searching go on until the answer is known; it stands between <answe
 Inside it the exact answer alone, a name, a date, a number, yes or no, is put into \boxed{} with latex format.
 The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
 <answer>The answer is \[ \boxed{exact answer} \]</answer>"""
-SEARCH_INSTRUCTION = (
-    "You answer a question by thinking and by searching an encyclopedia." + SEARCH_RULES
-)
-SEARCH_DIALOGUE = (
+SEARCH_START = "You answer a question by thinking and by searching an encyclopedia."
+DIALOGUE_START = (
     "A user asks an assistant, who answers by thinking and by searching an encyclopedia."
-    + SEARCH_RULES
 )
+SEARCH_INSTRUCTION, SEARCH_DIALOGUE = SEARCH_START + SEARCH_RULES, DIALOGUE_START + SEARCH_RULES
 
 AGENT_INSTRUCTION = """\
 You answer questions with the help of a tool that searches a collection of passages; rely on what the passages say.
@@ -138,34 +125,21 @@ Its result is then shown to you between <tool_response> and </tool_response>."""
 CALL_FORM = '{"name": "…", "arguments": {…}}'
 
 
-def search_messages(
-    question: str, examples: list[list[dict]] = (), instruction: str = ""
+def question_messages(
+    question: str, examples: Iterable[list[dict]], instruction: str
 ) -> list[dict]:
-    """The chat of the `search` task's instruct form: rules as the system message, the bare question as the user's."""
-    return [
-        {"role": "system", "content": instruction or SEARCH_INSTRUCTION},
-        *(m for e in examples for m in e),
-        {"role": "user", "content": " ".join(question.split())},
-    ]
+    """A chat: the instruction as the system message, few-shot conversations, the bare question."""
+    shown = [message for example in examples for message in example]
+    system = {"role": "system", "content": instruction}
+    return [system, *shown, {"role": "user", "content": one_line(question)}]
 
 
-def search_text(question: str, examples: list[list[dict]] = (), instruction: str = "") -> str:
-    """The `search` prompt of a model without a chat template (a base model): one string that ends in `Assistant:`."""
+def search_text(
+    question: str, examples: Iterable[list[dict]] = (), instruction: str = SEARCH_DIALOGUE
+) -> str:
+    """The `search` prompt of a model without a chat template: a string that ends in `Assistant:`."""
     shown = [" ".join(f"{m['role'].capitalize()}: {m['content']}" for m in e) for e in examples]
-    return "\n".join(
-        [instruction or SEARCH_DIALOGUE, *shown, f"User: {' '.join(question.split())} Assistant:"]
-    )
-
-
-def agent_messages(
-    question: str, examples: list[list[dict]] = (), instruction: str = ""
-) -> list[dict]:
-    """The chat of the `agent` task; its tools go to the chat template, or into the system message (`spell_tools`)."""
-    return [
-        {"role": "system", "content": instruction or AGENT_INSTRUCTION},
-        *(m for e in examples for m in e),
-        {"role": "user", "content": " ".join(question.split())},
-    ]
+    return "\n".join([instruction, *shown, f"User: {one_line(question)} Assistant:"])
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
@@ -194,12 +168,9 @@ def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> 
 
 
 def call_json(function: dict) -> str:
-    """A call as JSON: {"name", "arguments" (a mapping, or its JSON)}."""
-    arguments = function["arguments"]
-    arguments = (
-        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    )
-    return f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
+    """A call as JSON, {"name", "arguments"}."""
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return json.dumps(call, ensure_ascii=False)
 
 
 def tool_call_text(function: dict) -> str:
@@ -208,59 +179,47 @@ def tool_call_text(function: dict) -> str:
 
 
 def read_conversations(path: str) -> list[list[dict]]:
-    """Few-shot examples of `search` and `agent`: JSONL {"messages": [...]}, each from a user's question to its answer.
+    """Few-shot examples of `search` and `agent`: JSONL {"messages"}, from a question to its answer.
 
-    `search`: one user and one assistant message, results included. `agent`: assistant messages with `tool_calls`
-    (function: name, arguments as a mapping or as its JSON), messages of role `tool`, and a last answer.
+    `search`: one user and one assistant message, results included. `agent`: assistant messages
+    with `tool_calls` (name, and arguments as a mapping or its JSON), messages of role `tool`, and a
+    last answer.
     """
     conversations = []
     for number, row in read_jsonl(path):
-        messages = row.get("messages")
-        roles = (
-            [m.get("role") if isinstance(m, dict) else None for m in messages]
-            if isinstance(messages, list)
-            else []
-        )
-        if (
-            len(roles) < 2
-            or roles[0] != "user"
-            or roles[-1] != "assistant"
-            or not all(isinstance(m.get("content"), str) for m in messages)
-        ):
+        location, messages = f"{path}:{number}", row.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            messages = []
+        conversation = []
+        for m in messages:
+            calls = {"tool_calls": mapped_calls(m, location)} if m.get("tool_calls") else {}
+            conversation.append(m | calls | ({"content": m.get("content") or ""} if calls else {}))
+        roles = [m.get("role") for m in messages]
+        texts = all(isinstance(m.get("content"), str) for m in conversation)
+        if roles[:1] != ["user"] or roles[-1] != "assistant" or not texts:
             raise DataError(
-                f"{path}:{number}: messages must run from a user's question to the assistant's answer, "
+                f"{location}: messages must run from a user's question to the assistant's answer, "
                 f"each with role and content; the roles are {roles}"
             )
-        conversations.append(
-            [
-                m | {"tool_calls": mapped_calls(m, f"{path}:{number}")}
-                if m.get("tool_calls")
-                else m
-                for m in messages
-            ]
-        )
+        conversations.append(conversation)
     if not conversations:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return conversations
 
 
 def mapped_calls(message: dict, location: str) -> list[dict]:
-    """A message's `tool_calls` as chat templates take them: arguments as a mapping; OpenAI's form has their JSON."""
+    """A message's `tool_calls` as templates take them: OpenAI's form has arguments as JSON text."""
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        name, arguments = function.get("name"), function.get("arguments", {})
         try:
+            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError) as e:
-            raise DataError(
-                f"{location}: the arguments of a call are not valid JSON ({e}): {arguments[:80]!r}"
-            ) from e
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+            name = arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise DataError(
-                f"{location}: a tool call needs a function with a name and a mapping of arguments, not "
-                f"{str(call)[:80]}"
+                f"{location}: a tool call needs a function with a name and arguments, a mapping or "
+                f"its JSON text, not {str(call)[:80]}"
             )
         calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
@@ -289,22 +248,27 @@ def defuse(text: str, special: Iterable[str]) -> str:
     return text
 
 
+def defuse_message(message: dict, special: Iterable[str]) -> dict:
+    """`defuse` of a message's texts and of the arguments of its calls."""
+    out = dict(message)
+    for key in ("content", "reasoning_content"):
+        if isinstance(out.get(key), str):
+            out[key] = defuse(out[key], special)
+    if out.get("tool_calls"):
+        calls = json.dumps(out["tool_calls"], ensure_ascii=False)
+        out["tool_calls"] = json.loads(defuse(calls, special))
+    return out
+
+
 def special_strings(tokenizer) -> list[str]:
-    """Every string that the tokenizer makes one added token of, whether it calls it special or not."""
-    # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
-    return sorted(
-        {
-            *tokenizer.all_special_tokens,
-            *(t.content for t in tokenizer.added_tokens_decoder.values()),
-        }
-    )
+    """Every string that the tokenizer makes one added token of, special or not."""
+    # Llama 3's header tokens are special without a role, so all_special_tokens lacks them.
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    return sorted({*tokenizer.all_special_tokens, *added})
 
 
-FORM_TAGS = {
-    f"<{slash}{name}>"
-    for name in ("think", "rewrite", "search", "result", "answer")
-    for slash in ("", "/")
-}
+FORM = ("think", "rewrite", "search", "result", "answer")
+FORM_TAGS = {f"<{slash}{name}>" for name in FORM for slash in ("", "/")}
 
 
 def control_strings(tokenizer) -> list[str]:
@@ -316,79 +280,73 @@ def control_strings(tokenizer) -> list[str]:
 def render_chat(
     tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> str:
-    """The text of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
+    """The text of a chat (a user's text, or messages) in the tokenizer's template.
 
-    Special-token strings inside the texts are made harmless; the date is pinned.  `tools`: JSON schemas of functions;
-    assistant messages may then carry `tool_calls`, and messages of role `tool` hold results.  DataError: a tokenizer
-    without a chat template, or one that refuses such messages.
+    Special-token strings inside the texts are made harmless; the date is pinned. tools: JSON
+    schemas of functions; assistant messages may then carry `tool_calls`, and messages of role
+    `tool` hold results. DataError: a tokenizer without a chat template, or one that refuses such
+    messages.
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
-            "or add a chat_template.jinja to its folder"
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct "
+            "model, or add a chat_template.jinja to its folder"
         )
     special = control_strings(tokenizer)
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    messages = [m | {"content": defuse(m["content"], special)} for m in chat]
     # A macro, because transformers hands no function of ours on to a template.
-    template = (
-        f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
-        f"{tokenizer.get_chat_template(tools=tools)}"
-    )
+    pinned = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
     try:
         return tokenizer.apply_chat_template(
-            messages,
+            [defuse_message(m, special) for m in chat],
             tools=tools,
-            chat_template=template,
+            chat_template=pinned + tokenizer.get_chat_template(tools=tools),
             tokenize=False,
             add_generation_prompt=answer_next,
             date_string=TEMPLATE_DATE,
             enable_thinking=False,
         )
     except jinja2.TemplateError as e:
-        roles = ", ".join(m["role"] for m in messages)
+        roles = ", ".join(m["role"] for m in chat)
         raise DataError(
-            f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; use a "
-            "model whose template takes them"
+            f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; "
+            "use a model whose template takes them"
         ) from e
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of `render_chat`. The template writes BOS itself where the model wants one (once, never twice).
+    """Token ids of `render_chat`; the template writes BOS itself where the model wants one.
 
-    What examples answered stands there as it is, although some templates cut the thoughts off earlier turns. DataError
-    for a template that leaves out another message (of the role system, say).
+    What examples answered stands there as it is, although some templates cut the thoughts off
+    earlier turns. DataError for a template that leaves out another message (the system's, say).
     """
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
     contents = [defuse(m["content"], special) for m in chat]
     mark = "\ue000"
-    while any(
-        mark in content for content in contents
-    ):  # a placeholder that is in none of the texts
+    while any(mark in content for content in contents):  # a placeholder is in none of the texts
         mark += "\ue000"
-    marked = [
-        m | {"content": f"{mark}{i}\ue001"} if m["role"] == "assistant" else m
-        for i, m in enumerate(chat)
-    ]
+    marks = [f"{mark}{i}\ue001" if m["role"] == "assistant" else None for i, m in enumerate(chat)]
+    marked = [m | {"content": own} if own else m for m, own in zip(chat, marks)]
     text = render_chat(tokenizer, marked, tools)
-    for m, content in zip(marked, contents):
-        if m["role"] == "assistant":
-            text = text.replace(m["content"], content)
+    for own, content in zip(marks, contents):
+        text = text.replace(own, content) if own else text
     if len(chat) > 1:
         shown = "".join(text.split())
         lost = [m for m, content in zip(chat, contents) if "".join(content.split()) not in shown]
         if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
             raise DataError(
                 f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
-                f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it"
+                f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template "
+                "writes it"
             )
     return tokenizer(without_opened_think(text), add_special_tokens=False)["input_ids"]
 
 
 def without_opened_think(text: str) -> str:
-    """A prompt without the `<think>` that templates of reasoning models end with: a response then has both tags."""
-    return text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
+    """A prompt without the `<think>` at its end: the response of a reasoning model has both tags."""
+    stripped = text.rstrip()
+    return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
@@ -447,7 +405,7 @@ def encode_example(
 ) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a prompt and its target: the response's tokens and one EOS are trained.
 
-    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border.  An EOS that
+    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border. An EOS that
     is spelled out behind the response goes; other special tokens in it are broken, as in prompts.
     """
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))

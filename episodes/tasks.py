@@ -11,19 +11,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import data
 from data import DataError
 from episodes.tools import SEARCH_TOOL, Call, parse_tool_calls
 from prompts import (
+    AGENT_INSTRUCTION,
     SEARCH_DIALOGUE,
-    agent_messages,
+    SEARCH_INSTRUCTION,
     defuse,
     encode_chat,
     encode_text,
     eos_token_ids,
     outside_thoughts,
+    question_messages,
+    read_instruction,
     render_chat,
-    search_messages,
     search_text,
     special_strings,
     spell_tools,
@@ -51,8 +52,18 @@ class Task:
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
         self.eos_id = eos_token_ids(tokenizer)[0]
         self.unsafe = [*TAGS, *special_strings(tokenizer)]
-        rules = data.read_lines(cfg.instruction) if cfg.instruction else []
-        self.instruction = "\n".join(line for _, line in rules).strip()
+        base = cfg.template == "base"
+        rules = {
+            "agent": AGENT_INSTRUCTION,
+            "search": SEARCH_DIALOGUE if base else SEARCH_INSTRUCTION,
+        }
+        self.instruction = rules[self.name]
+        if cfg.instruction:
+            self.instruction = read_instruction(cfg.instruction)
+
+    def messages(self, question: str) -> list[dict]:
+        """The conversation's beginning, without examples."""
+        return question_messages(question, (), self.instruction)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(
@@ -100,16 +111,11 @@ class SearchTask(Task):
         super().__init__(cfg, tokenizer, tools, examples)
         self.stop = ("</search>", "</answer>") if cfg.stop_at_answer else ("</search>",)
 
-    def messages(self, question: str) -> list[dict]:
-        """The conversation's beginning, without examples."""
-        base = SEARCH_DIALOGUE if self.cfg.template == "base" else ""
-        return search_messages(question, (), self.instruction or base)
-
     def prompt(self, question: str) -> list[int]:
         shown = question, self.examples, self.instruction
         if self.cfg.template == "base":
             return encode_text(self.tokenizer, search_text(*shown))
-        return encode_chat(self.tokenizer, search_messages(*shown))
+        return encode_chat(self.tokenizer, question_messages(*shown))
 
     def unfinished(self, turns: list[str]) -> bool:
         """Was the last turn stopped at an `</answer>` that ends nothing?"""
@@ -163,12 +169,8 @@ class AgentTask(Task):
         self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
 
-    def messages(self, question: str) -> list[dict]:
-        """The conversation's beginning, without examples."""
-        return agent_messages(question, (), self.instruction)
-
     def prompt(self, question: str) -> list[int]:
-        messages = agent_messages(question, self.examples, self.instruction)
+        messages = question_messages(question, self.examples, self.instruction)
         if self.native:
             return encode_chat(self.tokenizer, messages, self.tools.schemas)
         spelled = spell_tools(messages, self.tools.schemas, self.cfg.bare_calls)

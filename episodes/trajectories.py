@@ -23,7 +23,7 @@ from episodes.tasks import derive_glue, template_knows_tools
 from prompts import (
     before_calls,
     control_strings,
-    defuse,
+    defuse_message,
     encode_chat,
     encode_text,
     eos_token_ids,
@@ -324,15 +324,13 @@ def _template_form(messages: list[dict], tokenizer, location: str) -> list[dict]
     control, added, chat = control_strings(tokenizer), special_strings(tokenizer), []
     for message in messages:
         own = message["role"] == "assistant"
-        special = control if own else added
-        content = without_eos(tokenizer, message["content"]) if own else message["content"]
-        out = {"role": message["role"], "content": defuse(content, special)}
-        if isinstance(message.get("reasoning_content"), str):
-            out["reasoning_content"] = defuse(message["reasoning_content"], special)
+        keys = ("role", "content", "reasoning_content")
+        out = {key: message[key] for key in keys if key in message}
+        if own:
+            out["content"] = without_eos(tokenizer, message["content"])
         if message.get("tool_calls"):
-            calls = json.dumps(mapped_calls(message, location), ensure_ascii=False)
-            out["tool_calls"] = json.loads(defuse(calls, special))
-        chat.append(out)
+            out["tool_calls"] = mapped_calls(message, location)
+        chat.append(defuse_message(out, control if own else added))
     return chat
 
 
