@@ -13,7 +13,7 @@ from torch import Tensor
 from distributed import Dist, gather_objects
 from engines.base import Rollout
 from packing import Packed, common_beginning, one_thread, pack
-from rollout import RolloutBatch
+from rollout import RolloutBatch, collate_rollouts
 
 
 @dataclass
@@ -35,6 +35,14 @@ class Update:
     micro_batches: list[MicroBatch]
     loss_mask: Tensor  # (B, T) of all its sequences, those that need no gradient included
     advantages: Tensor  # (B,)
+
+
+def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
+    """The batch of this rank's rollouts; where it has none, of a token that is not trained: every rank takes part in
+    every collective."""
+    if rollouts:
+        return collate_rollouts(rollouts, advantages, pad_id)
+    return collate_rollouts([Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")], [0.0], pad_id)
 
 
 def deal_out(

@@ -32,7 +32,7 @@ import prompts
 import report
 import runs
 import training
-from batching import MicroBatch, Update, deal_out, plan_updates
+from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
 from config import FINITE, above, at_least, between
 from distributed import Dist
 from engines.base import EngineConfig, Rollout, Sampling
@@ -43,7 +43,7 @@ from model import lr_at
 from packing import packed_logprobs
 from retriever import RetrieverConfig, retriever_settings
 from reward import parse_response, score_rewrite
-from rollout import TorchEngine, check_engine, check_engine_gap, collate_rollouts
+from rollout import TorchEngine, check_engine, check_engine_gap
 from scoring.health import step_figures
 from training import Stopped
 
@@ -395,11 +395,8 @@ def build_updates(
 ) -> list[Update]:
     """The training batch: groups dealt out to the ranks, packed into micro-batches, with the reference's
     log-probabilities. Without KL and entropy bonus the sequences of flat groups have no gradient and stay out."""
-    cfg, pad = run.cfg, run.engine.pad_id
-    held, own_advantages = deal_out(rollouts, advantages, run.dist)
-    if not held:  # this rank takes part in every collective with a token that is not trained
-        held, own_advantages = [Rollout([pad], [pad], [0.0], [0], 0, "eos")], [0.0]
-    batch = collate_rollouts(held, own_advantages, pad)
+    cfg = run.cfg
+    batch = training_batch(*deal_out(rollouts, advantages, run.dist), run.engine.pad_id)
     skip_flat = run.reference is None and not cfg.entropy_coef
     updates = plan_updates(
         run.policy, batch, run.dist.device, cfg.micro_batch_tokens, cfg.updates_per_batch, skip_flat
@@ -544,7 +541,7 @@ def main(cfg: GRPOConfig) -> dict | None:
                     f"stopped by signal {signalled} after step {row['step']} of {run.steps}; the same command continues"
                 )
                 raise SystemExit(128 + signalled)
-        training.export(run, "final")
+        training.export_run(run, "final")
         if dist.rank == 0:
             report.run_page(cfg.out)
     distributed.cleanup()
@@ -567,7 +564,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
     if value > run.best["value"]:
         run.best = {"value": value, "step": step}
         if step:  # the start is the SFT policy, which exists already
-            training.export(run, "best", run.best)
+            training.export_run(run, "best")
     seconds = time.perf_counter() - began
     distributed.print0(training.validation_line(figures, step, run.steps, run.best, seconds))
     return figures

@@ -41,9 +41,9 @@ def read_instruction(path: str) -> str:
     return text
 
 
-def rewrite_prompt(turn: Turn, instruction: str = INSTRUCTION) -> str:
+def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
     """The zero-shot user message of the `rewrite` task (arXiv 2505.15776, Fig. 7, in our own words)."""
-    return f"{instruction}\n\n{_conversation(turn.context, turn.question)}"
+    return f"{instruction or INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
 
 
 def response_text(think: str, rewrite: str) -> str:
@@ -51,7 +51,7 @@ def response_text(think: str, rewrite: str) -> str:
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
-def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = INSTRUCTION) -> list[dict]:
+def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
     An example is a Turn with a `response`. The paper shows its example inside one message; as turns of the chat a
@@ -64,7 +64,7 @@ def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = INSTRUC
             {"role": "assistant", "content": example.response},
         ]
     messages.append({"role": "user", "content": _conversation(turn.context, turn.question)})
-    messages[0]["content"] = f"{instruction}\n\n{messages[0]['content']}"
+    messages[0]["content"] = f"{instruction or INSTRUCTION}\n\n{messages[0]['content']}"
     return messages
 
 

@@ -17,7 +17,6 @@ from typing import Iterable
 
 import data
 from data import DataError
-from lora import adapter_base
 
 
 @contextlib.contextmanager
@@ -117,19 +116,17 @@ def write_jsonl(path: str, rows: Iterable[dict]) -> int:
     return count
 
 
-def begin_metrics(path: str, step: int) -> list[dict]:
-    """Keep a log's rows before `step`, the one that is logged next; a half-written last line goes too. The rows."""
+def begin_metrics(path: str, last: int | None) -> list[dict]:
+    """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line. The rows."""
     rows = []
-    if step and os.path.exists(path):
+    if last is not None and os.path.exists(path):
         with open(path, "rb") as f:
             whole = [line for line in f if line.endswith(b"\n")]
         for number, line in enumerate(whole, 1):
             row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
             if not isinstance(row.get("step"), int):
-                raise DataError(
-                    f"{path}:{number}: the row has no step; mend the line or move the file away"
-                )
-            rows += [row] * (row["step"] < step)
+                raise DataError(f"{path}:{number}: the row has no step; mend the line or move the file away")
+            rows += [row] * (row["step"] <= last)
     write_jsonl(path, rows)
     return rows
 
@@ -178,8 +175,8 @@ def fingerprint(path: str) -> str:
             for start in range(0, size, max(block, size // 64)):
                 f.seek(start)
                 digest.update(f.read(block))
-    if base := adapter_base(path):
-        digest.update(fingerprint(base).encode())
+    if adapter := read_json(os.path.join(path, "adapter_config.json")):
+        digest.update(fingerprint(adapter.get("base_model_name_or_path", "")).encode())
     return digest.hexdigest()[:16]
 
 

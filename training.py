@@ -250,23 +250,23 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
     return policy, reference, engine
 
 
-def export(run, name: str, best: dict | None = None) -> None:
-    """Write the policy to the folder `name` of the run: a Hugging Face folder, or its adapter in PEFT's format.
-
-    Which step of `best` it is stands inside the folder, so that both change in one moment.
-    """
-    folder = os.path.join(run.cfg.out, name)
-    cfg, notes = (
-        run.cfg,
-        {"task.json": {"task": run.cfg.task, "template": run.cfg.episode.template}},
-    )
-    notes |= {"best.json": best} if best else {}
+def export(policy: torch.nn.Module, tokenizer, cfg, name: str, notes: dict[str, dict]) -> None:
+    """Write the policy to the folder `name` of the run, with `notes` as JSON files inside: a Hugging Face folder, or
+    with LoRA its adapter in PEFT's format. A collective."""
+    folder = os.path.join(cfg.out, name)
     if cfg.lora.r:
-        distributed.export_adapter(run.policy, run.tokenizer, folder, notes)
+        distributed.export_adapter(policy, tokenizer, folder, notes)
     else:
-        distributed.export_hf(
-            run.policy, run.tokenizer, folder, getattr(torch, cfg.export_dtype), notes
-        )
+        distributed.export_hf(policy, tokenizer, folder, getattr(torch, cfg.export_dtype), notes)
+
+
+def export_run(run, name: str) -> None:
+    """`export` with what prompt the policy was trained for; best/ also says which step it is, so that the folder and
+    the record of it change in one moment."""
+    notes = {"task.json": {"task": run.cfg.task, "template": run.cfg.episode.template}}
+    if name == "best":
+        notes["best.json"] = run.best
+    export(run.policy, run.tokenizer, run.cfg, name, notes)
 
 
 def checkpoint(run, row: dict) -> None:
@@ -298,7 +298,7 @@ def resume(run) -> dict:
     history = []
     if run.dist.rank == 0:
         config.save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-        history = runs.begin_metrics(metrics, row["step"])
+        history = runs.begin_metrics(metrics, row["step"] - 1 if found else None)
         runs.keep_steps(os.path.join(cfg.out, "rollouts"), row["step"])
     history, best = distributed.broadcast_object((history, runs.read_json(f"{best}/best.json")))
     steps = [r for r in history if r["step"]] + [row] * bool(row["step"])

@@ -35,11 +35,7 @@ class ToolsAway(RuntimeError):
     exit_status = 1
 
 
-TIMEOUTS = (
-    TimeoutError,
-    concurrent.futures.TimeoutError,
-    asyncio.TimeoutError,
-)  # one class from Python 3.11 on
+TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one class from Python 3.11 on
 
 
 @dataclass
@@ -49,9 +45,7 @@ class Call:
     name: str
     arguments: dict
     note: str = ""  # why it is not carried out, in words for the model
-    documents: list[tuple[str | None, str]] = field(
-        default_factory=list
-    )  # (passage id where known, text), best first
+    documents: list[tuple[str | None, str]] = field(default_factory=list)  # (passage id where known, text), best first
     failure: str = ""  # technical: the episode ends
     done: bool = False  # carried out
     shown: str = ""  # what the model reads: documents, cut, or the note
@@ -77,7 +71,7 @@ def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list
     if bare and "<tool_call>" not in text:
         if "{" not in text:
             return []
-        block = text[text.index("{") :].strip()
+        block = text[text.index("{"):].strip()
         calls = _read_block(block, schemas)
         closed = calls if calls[-1].name else _read_block(block + "}", schemas)
         return closed if closed[-1].name else calls
@@ -101,14 +95,7 @@ def _read_block(block: str, schemas: list[dict]) -> list[Call]:
     return calls
 
 
-_TYPES = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
+_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
@@ -134,51 +121,29 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
             return Call(name, arguments, f"error: {name} needs the argument {key!r}")
     for key, given in arguments.items():
         if known and key not in known:
-            return Call(
-                name,
-                arguments,
-                f"error: {name} has no argument {key[:80]!r}; it has: {', '.join(known)}",
-            )
+            return Call(name, arguments, f"error: {name} has no argument {key[:80]!r}; it has: {', '.join(known)}")
         kind = known.get(key, {}).get("type")
         wanted = _TYPES.get(kind) if isinstance(kind, str) else None
         wrong_bool = isinstance(given, bool) and wanted in (int, (int, float))
         if wanted and (not isinstance(given, wanted) or wrong_bool):
-            return Call(
-                name, arguments, f"error: the argument {key!r} of {name} must be of type {kind}"
-            )
+            return Call(name, arguments, f"error: the argument {key!r} of {name} must be of type {kind}")
         if key == "query" and isinstance(given, str) and not given.strip():
-            return Call(
-                name, arguments, "error: the query is empty; say in a few words what to look for"
-            )
+            return Call(name, arguments, "error: the query is empty; say in a few words what to look for")
     return Call(name, arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------ the tools
 
-SEARCH_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "retrieve",
-        "description": "Search the collection and return the passages that fit the query best.",
-        "parameters": {
-            "type": "object",
-            "required": ["query"],
-            "properties": {
-                "query": {"type": "string", "description": "what to look for, in a few words"}
-            },
-        },
-    },
-}
+SEARCH_TOOL = {"type": "function", "function": {
+    "name": "retrieve", "description": "Search the collection and return the passages that fit the query best.",
+    "parameters": {"type": "object", "required": ["query"], "properties": {
+        "query": {"type": "string", "description": "what to look for, in a few words"}}}}}
 
 
 def begin(work: Callable[[], Any]) -> Future:
     """work() in a thread of its own, which does not keep the process alive: what hangs cannot be stopped."""
     future: Future = Future()
-    device = (
-        torch.cuda.current_device()
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else None
-    )
+    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
@@ -197,34 +162,20 @@ class RetrieverTools:
 
     schemas = [SEARCH_TOOL]
 
-    def __init__(
-        self, retriever, document: Callable[[str], dict], top_k: int, timeout: float, numbered: bool
-    ):
+    def __init__(self, retriever, document: Callable[[str], dict], top_k: int, timeout: float, numbered: bool):
         """document: passage id → {"contents"} (serve.Texts.document); numbered: documents begin with their place."""
-        self.retriever, self.document, self.top_k, self.timeout = (
-            retriever,
-            document,
-            top_k,
-            timeout,
-        )
+        self.retriever, self.document, self.top_k, self.timeout = retriever, document, top_k, timeout
         self.numbered, self.seconds = numbered, 0.0  # spent in `run` since somebody set it to 0
-        self.search: Future | None = (
-            None  # under way, or the last one: a retriever is not asked by two threads at once
-        )
+        self.search: Future | None = None  # under way, or the last one: a retriever is not asked by two threads at once
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets its documents, or the reason of a technical failure."""
-        queries, began = (
-            list(dict.fromkeys(call.arguments["query"] for call in calls)),
-            time.perf_counter(),
-        )
+        queries, began = list(dict.fromkeys(call.arguments["query"] for call in calls)), time.perf_counter()
         if not queries:
             return
         try:
             if self.search is not None and not self.search.done():
-                raise RuntimeError(
-                    "an earlier search, given up after its time-out, has not come back"
-                )
+                raise RuntimeError("an earlier search, given up after its time-out, has not come back")
             self.search = begin(lambda: self.retriever.search(queries, self.top_k))
             hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
@@ -283,9 +234,8 @@ class MCPTools:
         try:
             import mcp  # noqa: F401
         except ImportError as e:
-            raise ConfigError(
-                f"episode.mcp={target} needs the MCP SDK ({e}): pip install -r requirements-serve.txt"
-            ) from e
+            raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): pip install -r requirements-serve.txt"
+                              ) from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
         self.loop = asyncio.new_event_loop()
         self.ready: Future = Future()
@@ -295,10 +245,8 @@ class MCPTools:
         except Exception as e:
             reason = _inner(e)
             reason = f"no answer within {timeout:g} s" if isinstance(reason, TIMEOUTS) else reason
-            raise ConfigError(
-                f"episode.mcp={target}: {reason}; start that server, or give its URL (serve.py's ends in "
-                "/mcp) or command"
-            ) from e
+            raise ConfigError(f"episode.mcp={target}: {reason}; start that server, or give its URL (serve.py's ends in "
+                              "/mcp) or command") from e
         if not self.schemas:
             raise ConfigError(f"episode.mcp={target}: this server has no tools")
 
@@ -313,14 +261,12 @@ class MCPTools:
     async def _connect(self) -> None:
         from mcp import Client
         from mcp.client.stdio import StdioServerParameters
-
         target: Any = self.target
         if not re.match(r"https?://", target):
             words = shlex.split(target)
             target = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
         elif target.rstrip("/").endswith("/sse"):
             from mcp.client.sse import sse_client
-
             target = sse_client(target)
         self.closing = asyncio.Event()
         async with Client(target, read_timeout_seconds=self.timeout) as client:
@@ -330,19 +276,8 @@ class MCPTools:
                 tools += page.tools
                 if not (cursor := page.next_cursor):
                     break
-            self.ready.set_result(
-                [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": t.name,
-                            "description": t.description or "",
-                            "parameters": t.input_schema,
-                        },
-                    }
-                    for t in tools
-                ]
-            )
+            self.ready.set_result([{"type": "function", "function": {
+                "name": t.name, "description": t.description or "", "parameters": t.input_schema}} for t in tools])
             await self.closing.wait()
 
     def run(self, calls: list[Call]) -> None:
@@ -361,11 +296,7 @@ class MCPTools:
         self.seconds += time.perf_counter() - began
         failed = [call.failure for call in calls if call.failure]
         if failed:
-            print(
-                f"{len(failed)} of {len(calls)} tool calls failed: {failed[0]}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{len(failed)} of {len(calls)} tool calls failed: {failed[0]}", file=sys.stderr, flush=True)
 
     async def _call_all(self, calls: list[Call]) -> None:
         gate = asyncio.Semaphore(self.at_once)
@@ -373,20 +304,12 @@ class MCPTools:
         async def one(call: Call) -> None:
             async with gate:
                 try:
-                    answer = await asyncio.wait_for(
-                        self.client.call_tool(call.name, call.arguments), self.timeout
-                    )
+                    answer = await asyncio.wait_for(self.client.call_tool(call.name, call.arguments), self.timeout)
                 except Exception as e:
-                    reason = (
-                        f"no answer within {self.timeout:g} s"
-                        if isinstance(e, TIMEOUTS)
-                        else str(_inner(e))
-                    )
+                    reason = f"no answer within {self.timeout:g} s" if isinstance(e, TIMEOUTS) else str(_inner(e))
                     call.failure = f"{call.name}: {reason or type(e).__name__}"
                     return
-            texts = [
-                part.text for part in answer.content if getattr(part, "text", None) is not None
-            ]
+            texts = [part.text for part in answer.content if getattr(part, "text", None) is not None]
             call.documents, call.done = [(None, text) for text in texts], True
 
         await asyncio.gather(*map(one, calls))

@@ -220,7 +220,7 @@ distributed.cleanup()
             assert (double[name] - single[name]).abs().max() <= 1e-5 * single[name].abs().max() + 1e-7, name
 
 
-def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
+def test_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
     tiny.tiny_lm(tmp_path, attention_dropout=0.1)
     policy = distributed.shard_model(load_causal_lm(str(tmp_path)), where)
     batch = collate_rollouts(*make_batch(), 0)
@@ -231,7 +231,7 @@ def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_pa
     assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
 
 
-def test_grp_35_kl_still_acts_on_flat_groups(where):
+def test_kl_still_acts_on_flat_groups(where):
     rollouts, _ = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.1, max_grad_norm=1e9)
     found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), where)
@@ -381,12 +381,12 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
     ranker = Ranker({"alpha": 1, "beta": None})
     rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, response_text("a", "beta"))])
     scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
-    assert ranker.asked == ["alpha", "beta"]  # rew-12: the empty rewrite is not searched either
+    assert ranker.asked == ["alpha", "beta"]  # the empty rewrite is not searched either
     assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
     assert [s.figures["rank"] for s in scores] == [1, 1, None, None, None]
 
 
-def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored(where):
+def test_a_failed_search_is_left_out_and_counted_never_scored(where):
     from retriever import FAILED
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
@@ -436,7 +436,7 @@ def test_run_folder_and_last_line(world, finished):
     AutoModelForCausalLM.from_pretrained(world / "whole/final")
 
 
-def test_ckp_02_a_killed_run_continues_bit_identically(world, finished):
+def test_a_killed_run_continues_bit_identically(world, finished):
     process = subprocess.Popen(command(world, "killed"), cwd=world, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wanted = world / "killed/checkpoint_000002"
     deadline = time.time() + 300
@@ -501,7 +501,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
 def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch):
     """Three bad steps in a row stop it, wherever the kill came; null in the log is not a number."""
     shutil.copytree(world / "whole", world / "bad")
-    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 5)]
+    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 4)]
     write_jsonl(world / "bad/metrics.jsonl", rows)
     state = world / "bad/checkpoint_000004/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"row": rows[-1]}))
@@ -523,7 +523,7 @@ def test_two_processes_take_the_same_steps_as_one(world, finished):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
 
 
-def test_ckp_04_a_run_of_one_process_continues_on_two(world):
+def test_a_run_of_one_process_continues_on_two(world):
     assert run(world, "moved", "steps=2").returncode == 0
     done = run(world, "moved", "steps=3", processes=2)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-2000:]
@@ -563,7 +563,7 @@ def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, wor
     assert not (world / "refused").exists()
 
 
-def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
+def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
     monkeypatch.chdir(world)
@@ -576,7 +576,7 @@ def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(wor
     assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
 
 
-def test_syn_13_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
+def test_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
     done = run(world, "uneven", "prompts_per_step=3", processes=2)
     assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr
 

@@ -1,4 +1,4 @@
-"""grpo.py's mathematics against slow loops, float64, autograd and hand values; the reported cases grp-*."""
+"""grpo.py's mathematics against slow loops, float64, autograd and hand values."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def test_advantages_equal_a_slow_loop_in_any_order(scale):
         assert torch.allclose(group_advantages(rewards, groups, scale), expected, atol=1e-6)
 
 
-def test_grp_01_inside_each_group():
+def test_inside_each_group():
     rewards, groups = torch.tensor([1., 0, 0, 1, 5, 5, 3, 3]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     expected = torch.tensor([.865875, -.865875, -.865875, .865875, .86595, .86595, -.86595, -.86595])
     assert torch.allclose(group_advantages(rewards, groups), expected, atol=2e-3)
 
 
-def test_grp_03_equal_questions_stay_two_groups():
+def test_equal_questions_stay_two_groups():
     """The group is the row of the data set (an id), never the text of the prompt."""
     assert group_advantages(torch.tensor([1., 0, 1, 1]), torch.tensor([11, 11, 12, 12]), False).tolist() == [.5, -.5, 0, 0]
 
 
 @pytest.mark.parametrize("rewards", [[0.30000000000000004, 0.3] * 4, [0.1] * 8, [41 / 90.] * 16, [-0.1]])
-def test_grp_05_flat_groups_give_exactly_zero(rewards):
+def test_flat_groups_give_exactly_zero(rewards):
     for dtype in (torch.float32, torch.float64):
         assert group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards))).eq(0).all()
 
@@ -63,7 +63,7 @@ def test_every_reachable_rank_repeated_gives_exactly_zero():
             assert group_advantages(rewards, torch.zeros(n)).abs().max() == 0
 
 
-def test_grp_07_lone_advantage_is_bounded():
+def test_lone_advantage_is_bounded():
     a = group_advantages(torch.tensor([.35] * 7 + [0.]), torch.zeros(8))
     assert torch.allclose(a, torch.tensor([.353551] * 7 + [-2.474854]), atol=2e-3)
     assert a.abs().max() <= 7 / math.sqrt(8) + 1e-6
@@ -74,7 +74,7 @@ def test_non_finite_rewards_are_refused():
         group_advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
 
 
-def test_grp_15_and_17_sum_over_one_global_count():
+def test_and_17_sum_over_one_global_count():
     losses = [[.5], [1.] * 7, [2.] * 3, [.2] * 5]
     width = max(map(len, losses))
     per_token = torch.tensor([row + [99.] * (width - len(row)) for row in losses])
@@ -105,7 +105,7 @@ def test_aggregate_modes_equal_slow_loops_and_ignore_what_is_masked(mode):
         assert parts.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_grp_19_everything_masked():
+def test_everything_masked():
     x = torch.tensor([[1., 2.], [5., 5.]], requires_grad=True)
     mask = torch.zeros(2, 2)
     loss = aggregate(x, mask, "token_mean", loss_denominator(mask, "token_mean", 0))
@@ -113,7 +113,7 @@ def test_grp_19_everything_masked():
     assert loss.item() == 0 and x.grad.eq(0).all()
 
 
-def test_grp_21_truncated_left_out_of_both():
+def test_truncated_left_out_of_both():
     per_token, mask = torch.tensor([[1., 1, 0, 0], [9., 9, 9, 9]]), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
     assert aggregate(per_token, mask, "token_mean", loss_denominator(mask, "token_mean", 0)).item() == 1.0
 
@@ -123,7 +123,7 @@ def test_unknown_mode_is_refused():
         aggregate(torch.ones(1, 1), torch.ones(1, 1), "mean", 1)
 
 
-def test_grp_23_kl_far_apart_is_finite():
+def test_kl_far_apart_is_finite():
     logprobs = torch.tensor([[-120., -1.]], requires_grad=True)
     k = low_var_kl(logprobs, torch.tensor([[-.5, -1.]]))
     k.sum().backward()
@@ -161,7 +161,7 @@ def test_kl_pulls_in_float32_whatever_the_limit(limit):
     assert torch.isfinite(k).all() and torch.allclose(logprobs.grad.double(), slope, rtol=1e-3)
 
 
-def test_grp_25_clipped_objective():
+def test_clipped_objective():
     points = [[1.5, 1.], [1.5, -1.], [.5, 1.], [.5, -1.], [1.1, 1.], [.9, -2.]]
     new = torch.tensor([[math.log(r)] for r, _ in points])
     loss, clipped = clipped_policy_loss(new, torch.zeros(6, 1), torch.tensor([a for _, a in points]), 0.2)
@@ -188,7 +188,7 @@ def test_on_policy_gradient_is_the_policy_gradient():
     assert torch.allclose(new.grad, -a[:, None].expand(3, 5))
 
 
-def test_grp_27_kl_is_applied_once():
+def test_kl_is_applied_once():
     per_token = torch.full((1, 4), .5) + .1 * torch.full((1, 4), 2.0)
     assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(.7)
 
