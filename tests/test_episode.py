@@ -754,7 +754,7 @@ def test_a_search_that_hangs_is_not_joined_by_a_second_one(make, capsys):
     assert third.end == "answered" and most == [1, 1]
 
 
-def test_failed_episodes_are_left_out_of_their_group(where):
+def test_failed_episodes_are_left_out_of_their_group(dist):
     task = search_task(Search(lambda q, k: [None if "Bob" in x else [("p0", 1.0)] for x in q]))
     done, _ = play(
         task,
@@ -763,7 +763,7 @@ def test_failed_episodes_are_left_out_of_their_group(where):
         [ANSWER.replace("Lima", "Rome")],
         n=3,
     )
-    run = SimpleNamespace(task=task, golds={}, dist=where)
+    run = SimpleNamespace(task=task, golds={}, dist=dist)
     scores = grpo.score(run, done, [LIMA])
     assert [s.reward for s in scores] == [1.0, None, 0.1]
     advantages = grpo.rollout_advantages(done, scores)
@@ -1444,14 +1444,14 @@ def test_episodes_of_a_real_engine_and_its_log_probabilities():
     assert len({tuple(e.response_ids) for e in done[:3]}) > 1
 
 
-def gradients(rollouts, advantages, where, **changes):
+def gradients(rollouts, advantages, dist, **changes):
     """The full gradient of one update (nothing is stepped), and its statistics."""
     cfg = grpo.GRPOConfig(
         **{"kl_coef": 0.1, "entropy_coef": 0.01, "max_grad_norm": 1e9, "temperature": 1.0} | changes
     )
-    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     reference = distributed.shard_model(
-        prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where
+        prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), dist
     )
     found: dict[str, torch.Tensor] = {}
 
@@ -1465,10 +1465,10 @@ def gradients(rollouts, advantages, where, **changes):
             )
 
     run = SimpleNamespace(
-        cfg=cfg, dist=where, engine=SimpleNamespace(pad_id=0), policy=policy, reference=reference
+        cfg=cfg, dist=dist, engine=SimpleNamespace(pad_id=0), policy=policy, reference=reference
     )
     updates = grpo.build_updates(run, rollouts, list(advantages))
-    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), updates, cfg, where)
+    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), updates, cfg, dist)
     return found, stats
 
 
@@ -1503,11 +1503,11 @@ def by_hand(rollouts, advantages, mode):
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
-def test_injected_tokens_are_in_no_loss_kl_entropy_or_denominator(mode, where):
+def test_injected_tokens_are_in_no_loss_kl_entropy_or_denominator(mode, dist):
     """Invariant 5 through the whole update, against loops over the model's own tokens alone."""
     done, _, _ = noisy_episodes()
     advantages = [0.5, -1.0, 0.25, 1.0, -0.5, 0.75]
-    found, stats = gradients(done, advantages, where, loss_mode=mode, max_response_tokens=300)
+    found, stats = gradients(done, advantages, dist, loss_mode=mode, max_response_tokens=300)
     expected = by_hand(done, advantages, mode)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=1e-3)
@@ -1518,11 +1518,11 @@ def test_injected_tokens_are_in_no_loss_kl_entropy_or_denominator(mode, where):
     )
 
 
-def test_what_stands_at_injected_positions_never_matters(where):
+def test_what_stands_at_injected_positions_never_matters(dist):
     """Engine log-probabilities there may be anything; a rollout without a trained token adds nothing; nor do failures."""
     done, _, _ = noisy_episodes()
     advantages = [0.5, -1.0, 0.25, 1.0, -0.5, 0.75]
-    found, stats = gradients(done, advantages, where, importance_cap=2.0)
+    found, stats = gradients(done, advantages, dist, importance_cap=2.0)
     wild = [
         Rollout(
             e.prompt_ids,
@@ -1537,13 +1537,13 @@ def test_what_stands_at_injected_positions_never_matters(where):
     empty = Rollout(
         done[-1].prompt_ids, [9, 9, 9], [0.0] * 3, [0] * 3, done[-1].group_id, "tool_error"
     )
-    again, same = gradients([*wild, empty], [*advantages, None], where, importance_cap=2.0)
+    again, same = gradients([*wild, empty], [*advantages, None], dist, importance_cap=2.0)
     assert {k: v for k, v in same.items()} == pytest.approx(stats, rel=1e-5)
     for name in found:
         torch.testing.assert_close(again[name], found[name], atol=1e-6, rtol=1e-4)
 
 
-def test_documents_change_the_context_not_the_targets(where):
+def test_documents_change_the_context_not_the_targets(dist):
     """Other documents under the same sampled ids: other logits behind them, and no loss of their own.
 
     With a model whose attention sees nothing before a token's own position there is no context either: then documents
@@ -1562,8 +1562,8 @@ def test_documents_change_the_context_not_the_targets(where):
         for e in done
     ]
     advantages = [0.5, -1.0, 0.25, 1.0, -0.5, 0.75]
-    a, first = gradients(done, advantages, where)
-    b, second = gradients(swapped, advantages, where)
+    a, first = gradients(done, advantages, dist)
+    b, second = gradients(swapped, advantages, dist)
     assert first["tokens"] == second["tokens"] and first["kl"] != second["kl"]
     expected = by_hand(swapped, advantages, "token_mean")
     for name, gradient in expected.items():
@@ -1909,12 +1909,12 @@ def grpo_words(out, *more):
 
 
 @pytest.fixture
-def train(world, where, monkeypatch):
+def train(world, dist, monkeypatch):
     """Trains in `world` with the settings of `grpo_words`; gives the run's summary and the rows of its metrics."""
     monkeypatch.chdir(world)
     monkeypatch.setattr(
         torch.distributed, "destroy_process_group", lambda: None
-    )  # `where` is used again
+    )  # `dist` is used again
 
     def run(out, *more):
         result = grpo.main(config.load_config(grpo.GRPOConfig, grpo_words(out, *more)))

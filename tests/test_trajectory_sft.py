@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_infer import CPU
 from tiny import tiny_lm, tiny_tokenizer
 
 import data
+import distributed
 import sft
+import targets
 from config import ConfigError
 from episodes import trajectories
-from packing import token_logprobs
+from model import prepare_causal_lm
 from prompts import encode_example
 from runs import write_jsonl
 
@@ -367,7 +368,7 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
     cut["messages"] = cut["messages"][:-1]
     path = write(tmp_path / "t.jsonl", [agent_row(0, end="answered"), long, failed, cut, halfway])
     cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
-    examples, dropped = sft.make_trajectory_examples(
+    examples, dropped = targets.make_trajectory_examples(
         trajectories.read_trajectories(path), hermes(), cfg, path
     )
     assert len(examples) == 1 and dropped == {
@@ -382,81 +383,30 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
 
 def examples_of(count=5):
     rows = [agent_row(i, "where is " + "Ann" * (i + 1) + "?") for i in range(count)]
-    return [sft.Example(*trajectories.encode(hermes(), r), f"c{i}") for i, r in enumerate(rows)]
+    return [targets.Example(*trajectories.encode(hermes(), r), f"c{i}") for i, r in enumerate(rows)]
 
 
-def test_packed_samples_do_not_see_each_other():
-    """Every token's log-probability in a packed pass is what it is alone, with positions from 0; the mask never reaches
-    over a border."""
-    examples = examples_of()
-    longest = max(len(e.tokens) for e in examples)
-    batches = sft.micro_batches(examples, 2 * longest + 1, 0, CPU)
-    assert sorted(len(b.tokens) for b in batches) == [1, 2, 2]
-    assert all(int(b.attention_mask.sum()) <= 2 * longest + 1 for b in batches)
-    assert len(sft.micro_batches(examples, 1, 0, CPU)) == 5  # a longer one has a pass of its own
-    from model import prepare_causal_lm
-
-    model = prepare_causal_lm(tiny_lm())
-    for batch in batches:
-        groups = (batch.prompt_lengths, torch.arange(len(batch.tokens)))
-        packed = token_logprobs(
-            model, batch.tokens, batch.attention_mask, positions=batch.loss_mask, groups=groups
-        )
-        for row, logprobs, mask in zip(batch.tokens, packed, batch.loss_mask):
-            (alone,) = [
-                e
-                for e in examples
-                if e.tokens == row[: len(e.tokens)].tolist() and not row[len(e.tokens) :].any()
-            ]
-            logits = model(torch.tensor([alone.tokens[:-1]])).logits[0].log_softmax(-1)
-            expected = logits.gather(-1, torch.tensor(alone.tokens[1:])[:, None]).squeeze(
-                -1
-            ) * torch.tensor(alone.loss_mask)
-            assert mask[: len(alone.loss_mask)].tolist() == [bool(m) for m in alone.loss_mask]
-            torch.testing.assert_close(
-                (logprobs * mask)[: len(expected)], expected, atol=2e-5, rtol=0
-            )
-
-
-def test_gradient_does_not_depend_on_packing():
-    examples = examples_of()
-    results = []
-    for budget in (1, 700, 1500, 100000):
-        model = tiny_lm().double()
-        parts = sft.micro_batches(examples, budget, 0, CPU)
-        loss, norm = sft.train_step(
-            model,
-            torch.optim.SGD(model.parameters()),
-            parts,
-            sum(sum(e.loss_mask) for e in examples),
-            1.0,
-            1e9,
-        )
-        results.append((loss, norm, model.state_dict()))
-    for loss, norm, state in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-6) and norm == pytest.approx(
-            results[0][1], rel=1e-5
-        )
-        assert all((state[k] - v).abs().max() < 1e-6 for k, v in results[0][2].items())
-
-
-def test_heldout_loss_counts_every_turn(lm):
-    examples = examples_of()
-    model = tiny_lm()
-    where = sft.distributed.setup()
-    try:
-        found = sft.heldout_loss(model, sft.micro_batches(examples, 1, 0, where))
-    finally:
-        sft.distributed.cleanup()
-    total = count = 0
+@pytest.mark.parametrize("budget", [1, 1200, 100000])
+def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(dist, budget):
+    """Rows of several trained turns: no row sees another, and the mask never reaches over a border."""
+    examples, oracle = examples_of(), tiny_lm().double()
+    count, total = sum(sum(e.loss_mask) for e in examples), 0.0
     for e in examples:
-        logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
-        mask, targets = torch.tensor(e.loss_mask).bool(), torch.tensor(e.tokens[1:])
-        total, count = (
-            total - float(logits.detach()[mask, targets[mask]].sum()),
-            count + int(mask.sum()),
-        )
-    assert found["heldout_loss"] == pytest.approx(total / count, rel=1e-5)
+        logits = oracle(torch.tensor([e.tokens[:-1]])).logits[0]
+        labels = torch.tensor(e.tokens[1:]).masked_fill(~torch.tensor(e.loss_mask).bool(), -100)
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    model = distributed.shard_model(prepare_causal_lm(tiny_lm().double()), dist)
+    optimizer = torch.optim.SGD(model.parameters())
+    batches = sft.step_batches(model, examples, budget, 0, dist)
+    assert len(batches) == {1: 5, 1200: 2, 100000: 1}[budget]
+    assert sft.heldout_loss(model, batches)["heldout_loss"] == pytest.approx(total, rel=1e-5)
+    loss, _ = sft.train_step(model, optimizer, batches, count, 1.0, 1e9)
+    assert loss == pytest.approx(total, rel=1e-5)
+    after = {name: distributed.full_tensor(p) for name, p in model.state_dict().items()}
+    for name, p in oracle.named_parameters():
+        assert (after[name] - (p.detach() - p.grad)).abs().max() < 1e-6, name
 
 
 def test_a_run_on_trajectories(lm, tmp_path):
@@ -626,7 +576,7 @@ def test_empty_turns_are_dropped_or_refused(tmp_path):
         }
     ]
     path = write(tmp_path / "t.jsonl", rows)
-    examples, dropped = sft.make_trajectory_examples(
+    examples, dropped = targets.make_trajectory_examples(
         trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path
     )
     assert len(examples) == 1 and dict(dropped) == {
