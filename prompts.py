@@ -1,7 +1,8 @@
 """Instructions, chats, chat encoding and loss masks.
 
-Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first, so that an engine
-computes it once for all prompts; the history is numbered question/answer pairs, oldest first, answers included.
+Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
+so that an engine computes it once for all prompts; the history is numbered question/answer pairs,
+oldest first, answers included.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import jinja2
 from data import DataError, Turn, _context, _question, _text, one_line, read_jsonl, read_lines
 
 INSTRUCTION = """\
-Rewrite the last question of a conversation so that a search engine understands it without the conversation.
-First think: say in a few words what every pronoun and every left-out part of the question stands for.
+Rewrite the last question of a conversation so that a search engine understands it without the \
+conversation.
+First think: say in a few words what every pronoun and every left-out part of the question stands \
+for.
 Then write one complete question that means the same and names everything it asks about.
 Answer in exactly this form:
 <think>what the question refers to</think>
@@ -42,7 +45,7 @@ def read_instruction(path: str) -> str:
 
 
 def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
-    """The zero-shot user message of the `rewrite` task (arXiv 2505.15776, Fig. 7, in our own words)."""
+    """The zero-shot user message of the task `rewrite` (the paper's Fig. 7)."""
     return f"{instruction or INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
 
 
@@ -52,10 +55,10 @@ def response_text(think: str, rewrite: str) -> str:
 
 
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
+    """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn.
 
-    An example is a Turn with a `response`. The paper shows its example inside one message; as turns of the chat a
-    small model keeps the form far more often (SmolLM2-135M copies the examples otherwise).
+    An example is a Turn with a `response`. The paper shows its example inside one message; as turns
+    of the chat a small model keeps the form far more often (SmolLM2-135M copies them otherwise).
     """
     messages = []
     for example in examples:
@@ -88,16 +91,18 @@ def read_examples(path: str) -> list[Turn]:
     return examples
 
 
-# Tasks `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
+# `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
 
-SEARCH_RULES = r"""
+SEARCH_RULES = """
 Thoughts stand between <think> and </think>: what is known, and what has to be found next.
 A search query stands between <search> and </search>: a few words, one thing at a time.
-What the search finds is then shown between <result> and </result>, which only the search engine writes.
+What the search finds is then shown between <result> and </result>, which only the search engine \
+writes.
 Thinking and searching go on until the answer is known; it stands between <answer> and </answer>.
-Inside it the exact answer alone, a name, a date, a number, yes or no, is put into \boxed{} with latex format.
+Inside it the exact answer alone, a name, a date, a number, yes or no, is put into \\boxed{} with \
+latex format.
 The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
-<answer>The answer is \[ \boxed{exact answer} \]</answer>"""
+<answer>The answer is \\[ \\boxed{exact answer} \\]</answer>"""
 SEARCH_START = "You answer a question by thinking and by searching an encyclopedia."
 DIALOGUE_START = (
     "A user asks an assistant, who answers by thinking and by searching an encyclopedia."
@@ -105,10 +110,13 @@ DIALOGUE_START = (
 SEARCH_INSTRUCTION, SEARCH_DIALOGUE = SEARCH_START + SEARCH_RULES, DIALOGUE_START + SEARCH_RULES
 
 AGENT_INSTRUCTION = """\
-You answer questions with the help of a tool that searches a collection of passages; rely on what the passages say.
-Ask it for one thing at a time, in a few words.  A question often takes several steps: find the first thing, then use \
-what you found to ask for the next.  If a search does not help, ask in other words.
-When you know the answer, write it between <answer> and </answer>: only a name, a date, a number, yes or no."""
+You answer questions with the help of a tool that searches a collection of passages; rely on what \
+the passages say.
+Ask it for one thing at a time, in a few words.  A question often takes several steps: find the \
+first thing, then use what you found to ask for the next.  If a search does not help, ask in other \
+words.
+When you know the answer, write it between <answer> and </answer>: only a name, a date, a number, \
+yes or no."""
 
 TOOLS_INSTRUCTION = """\
 # Tools
@@ -137,15 +145,15 @@ def question_messages(
 def search_text(
     question: str, examples: Iterable[list[dict]] = (), instruction: str = SEARCH_DIALOGUE
 ) -> str:
-    """The `search` prompt of a model without a chat template: a string that ends in `Assistant:`."""
+    """The `search` prompt of a model without a chat template: it ends in `Assistant:`."""
     shown = [" ".join(f"{m['role'].capitalize()}: {m['content']}" for m in e) for e in examples]
     return "\n".join([instruction, *shown, f"User: {one_line(question)} Assistant:"])
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
-    """The same chat for a template without tools: schemas stand in the system message, calls and results in texts.
+    """A chat for a template without tools: schemas in the system message, calls in texts.
 
-    `bare`: calls are the JSON alone, without tool_call tags.
+    Results become user messages. bare: calls are the JSON alone, without tool_call tags.
     """
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
@@ -226,7 +234,7 @@ def mapped_calls(message: dict, location: str) -> list[dict]:
 
 
 def outside_thoughts(text: str) -> str:
-    """A turn without its think blocks, closed or not, nor what stands before the end of one that the prompt opened."""
+    """A turn without its think blocks: closed, unclosed, or opened by the prompt."""
     opened, closing, rest = text.partition("</think>")
     text = rest if closing and "<think>" not in opened else text
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
@@ -237,11 +245,11 @@ def before_calls(text: str) -> str:
     return re.match(r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>).)*", text, re.DOTALL).group()
 
 
-TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date: pinned, so that prompts stay the same
+TEMPLATE_DATE = "01 Jan 2025"  # pinned: some templates (Llama 3) print today's date
 
 
 def defuse(text: str, special: Iterable[str]) -> str:
-    """`text` with special-token strings broken by a space (`<|im_end|>` → `< |im_end|>`): data never ends a turn."""
+    """`text` with special-token strings broken by a space: data never ends a turn."""
     for token in special:
         if len(token) > 1 and token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -272,7 +280,7 @@ FORM_TAGS = {f"<{slash}{name}>" for name in FORM for slash in ("", "/")}
 
 
 def control_strings(tokenizer) -> list[str]:
-    """The added tokens that the tokenizer calls special, but the tags that instructions name and responses consist of."""
+    """The added tokens that the tokenizer calls special, without the tags of responses."""
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
     return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
@@ -344,13 +352,13 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 
 def without_opened_think(text: str) -> str:
-    """A prompt without the `<think>` at its end: the response of a reasoning model has both tags."""
+    """A prompt without the `<think>` at its end: a reasoning model then writes both tags."""
     stripped = text.rstrip()
     return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt without a template, BOS included where the tokenizer puts one; no EOS, which would end it."""
+    """Token ids of a prompt without a template: BOS where the tokenizer puts one, never EOS."""
     ids = tokenizer(defuse(text, control_strings(tokenizer)))["input_ids"]
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -358,32 +366,29 @@ def encode_text(tokenizer, text: str) -> list[int]:
 
 
 def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
-    """Ids that end a response: the tokenizer's own first, then the generation config's (an int or a list)."""
+    """Ids that end a response: the tokenizer's own, then the generation config's (int or list)."""
     listed = getattr(generation_config, "eos_token_id", None)
     listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
     if not ids:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: "
-            "set eos_token"
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would "
+            "never end: set eos_token"
         )
     return list(dict.fromkeys(ids))
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none (masks go by position, not by id).
+    """What fills the unused part of a row: the pad token, or EOS where there is none.
 
-    Some tokenizers have a pad token that the model has no embedding for: given its `vocabulary`, that is EOS as well.
+    vocabulary: number of embeddings; a pad token beyond them, which some tokenizers have, is none.
     """
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
 
 def decode_response(tokenizer, response_ids: list[int]) -> str:
-    """The text of a sampled response, without special tokens and with its blanks as they are: what is parsed.
-
-    Tags of the form stay, also where the tokenizer has them as special tokens.
-    """
+    """The text of a sampled response without special tokens, but for tags of the form."""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     if FORM_TAGS & set(special.values()):
         kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
@@ -403,10 +408,10 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and its target: the response's tokens and one EOS are trained.
+    """(token ids (T+1), loss mask (T)) of a prompt and its target: response and one EOS are trained.
 
-    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border. An EOS that
-    is spelled out behind the response goes; other special tokens in it are broken, as in prompts.
+    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the
+    border. An EOS spelled out behind the response goes; other special tokens in it are broken.
     """
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]

@@ -63,7 +63,7 @@ class EpisodeConfig:
     top_k: Annotated[int, at_least(1)] = 5
     """passages a search shows"""
     max_rounds: Annotated[int, at_least(1)] = 10
-    """turns of the model; an episode that asks for another search in its last one ends as `rounds`"""
+    """turns of the model; an episode that still asks for a search in its last ends as `rounds`"""
     max_calls: Annotated[int, at_least(1)] = 10
     """searches (tool calls) of an episode that are carried out; the ones after it get a note"""
     calls_per_round: Annotated[int, at_least(1)] = 4
@@ -71,28 +71,28 @@ class EpisodeConfig:
     result_tokens: Annotated[int, at_least(32)] = 512
     """tokens of one result at most, tags included; documents are cut to fit, the longest first"""
     answer_share: Annotated[float, between(0, 0.9)] = 0.125
-    """part of an episode's budget (max_response_tokens) that results never take: it is left for the answer"""
+    """part of max_response_tokens that results never take: it is left for the answer"""
     turn_tokens: Annotated[int | None, at_least(1)] = None
     """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
     at_cap: Literal["note", "stop"] = "note"
-    """a call beyond max_calls: a note says so and the model may answer, or the episode ends as `rounds`"""
+    """a call beyond max_calls gets a note, and the model may answer, or ends the episode (`rounds`)"""
     stop_at_answer: bool = False
-    """end an episode at </answer>, with an EOS that is not trained: for models that never learnt to end there"""
+    """end an episode at </answer>, with an untrained EOS: for models that never learnt to end there"""
     bare_calls: bool = False
-    """agent: calls are bare JSON, ended by `}}`, without tool_call tags: to sample from a model that was never taught
-    the tags; its trajectories are written with them"""
+    """agent: calls are bare JSON, ended by `}}`, for a model that was never taught the tool_call tags;
+    its trajectories are written with them"""
     template: Literal["instruct", "base"] = "instruct"
-    """search: prompt through the chat template (instruct), or as one string for a model without one (base)"""
+    """search: a chat (instruct), or one string for a model without a chat template (base)"""
     instruction: str = ""
     """text file with rules to use in place of those of prompts.py"""
     mcp: str = ""
-    """agent: MCP server that has the tools, a URL or the command that starts one; empty: the retriever, in process"""
+    """agent: MCP server with the tools, a URL or the command that starts one; empty: the retriever"""
     timeout: Annotated[float, above(0)] = 60.0
     """seconds for the searches of a round; those that take longer have failed"""
     answer_reward: Literal["auto", "research", "em", "f1"] = "auto"
     """what an answer earns (reward.score_answer); auto: research for `search`, f1 for `agent`"""
     gold_reward: Literal["none", "recall", "all"] = "none"
-    """what retrieving gold passages adds: nothing, their share, or 1 for all of them (needs qrels)"""
+    """what retrieved gold passages add: nothing, their share, or 1 for all of them (needs qrels)"""
     gold_weight: Annotated[float, above(0)] = 0.5
     """weight of gold_reward beside the answer's"""
 
@@ -318,8 +318,9 @@ def open_task(
 ) -> Task:
     """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations.
 
-    ConfigError or DataError: no passage texts (retriever.corpus), another corpus than the index was built from, an MCP
-    server that does not answer, a chat template that tool results cannot be cut out of.
+    ConfigError or DataError: no passage texts (retriever.corpus), another corpus than the index was
+    built from, an MCP server that does not answer, a chat template that tool results cannot be cut
+    out of.
     """
     if retriever.across_ranks and not cfg.mcp:
         raise ConfigError(
@@ -351,10 +352,10 @@ def open_task(
 def episode_reward(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> float | None:
-    """What an episode earns: its answer (reward.score_answer) and, where asked for, the gold passages it retrieved.
+    """What an episode earns for its answer (reward.score_answer) and the gold passages it retrieved.
 
-    The second part is for well-formed episodes (`research`), or those with an answer, alone: searching does not pay for
-    leaving the form. None for an episode that failed for a technical reason: to be left out and counted.
+    The second part is for well-formed episodes (`research`), or those with an answer, alone. None
+    for an episode that failed for a technical reason: it is left out and counted.
     """
     cfg = task.cfg
     if episode.end in FAILED:
@@ -378,7 +379,7 @@ def episode_reward(
 def episode_figures(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> dict:
-    """What is measured of one episode; gold_recall and all_gold are None where no gold passage is known."""
+    """What is measured of one episode; gold_recall and all_gold are None where nothing is judged."""
     scores = answer_metrics(episode.prediction, question.golden_answers)
     judged = (
         bool(gold_ids) and episode.end not in FAILED and not task.cfg.mcp
@@ -405,7 +406,7 @@ def note_task(folder: str, task: str, template: str) -> None:
 
 
 def other_task(folder: str, task: str, template: str) -> str:
-    """What a model's folder says it was trained with, where that is another prompt than this one; else ""."""
+    """What a model's folder says it was trained with where that is another prompt, else ""."""
     path = os.path.join(folder, "task.json")
     if not os.path.isfile(path):
         return ""
@@ -420,10 +421,10 @@ def other_task(folder: str, task: str, template: str) -> str:
 
 
 def trajectory_row(episode: Episode, question: Question, task: Task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl (the fields of DeepSearch-RL's, and `rollout_id`, `text` and more).
+    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more.
 
-    Few-shot examples are left out of `messages`: a row is a training row for the prompt without them. An assistant
-    message's `text` is its turn (`turn_text`). request: model and sampling.
+    Few-shot examples are left out of `messages`: a row is a training row for the prompt without
+    them. An assistant message's `text` is its turn (`turn_text`). request: model and sampling.
     """
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
@@ -455,7 +456,7 @@ def trajectory_row(episode: Episode, question: Question, task: Task, request: di
 
 
 def turn_messages(turn: Round, number: int, text: str) -> list[dict]:
-    """The assistant's message of a turn, and a tool message for each result; `text`: the turn to train on."""
+    """The assistant's message of a turn, whose `text` is trained, and one for each result."""
     message = {
         "role": "assistant",
         "content": before_calls(text).strip() if turn.calls else text.strip(),

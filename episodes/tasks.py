@@ -1,4 +1,4 @@
-"""The two forms of an episode: prompts, what a turn asks for, how results are shown, what the answer is.
+"""The two forms of an episode: prompts, calls in a turn, results as shown, the answer.
 
 Sources: ReSearch (arXiv 2503.19470) and its code for `search`; DeepSearch-RL and Qwen's hermes
 format of tool calls for `agent`.
@@ -41,7 +41,7 @@ TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
 
 
 class Task:
-    """What `search` and `agent` share. `turns`: the texts of the model's turns, the last one last."""
+    """What `search` and `agent` share. turns: the texts of the model's turns so far."""
 
     name: str
     cap_note: str  # what a call beyond a limit is answered
@@ -141,7 +141,7 @@ class SearchTask(Task):
         return turn.text
 
     def answer(self, turns: list[str]) -> str | None:
-        """The box in the last answer block; for Search-R1's `em` the block itself where no box is."""
+        """The box in the last answer block; Search-R1's `em` takes the block where no box is."""
         block = answer_block("".join(turns))
         boxed = None if block is None else extract_boxed(block)
         return block if boxed is None and self.cfg.answer_reward == "em" else boxed

@@ -429,7 +429,7 @@ def test_a_run_on_trajectories(lm, tmp_path):
 
 def test_ids_of_any_kind(tmp_path):
     path = write(tmp_path / "t.jsonl", [agent_row(0, rollout_id=[1])])
-    with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id is .1."):
+    with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id .1. must"):
         trajectories.read_trajectories(path)
     assert trajectories.question_key(agent_row(0) | {"id": 0}) == "0"
 
