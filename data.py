@@ -1,10 +1,12 @@
 """Records on disk, prompts, chat encoding and loss masks.
 
-Files are UTF-8 with LF; readers also take a BOM and CRLF.  Only LF ends a line: U+2028, U+0085 and their like may stand
-inside a JSON string.  A bad line is a DataError that names file, line and reason; nothing is dropped in silence.
+Files are UTF-8 with LF; readers also take a BOM and CRLF. Only LF ends a line: U+2028, U+0085 and
+their like may stand inside a JSON string. A bad line is a DataError that names file, line and
+reason; nothing is dropped in silence.
 
-Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first, so that an engine
-computes it once for all prompts; the history is numbered question/answer pairs, oldest first, answers included.
+Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
+so that an engine computes it once for all prompts; the history is numbered question/answer pairs,
+oldest first, answers included.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class DataError(ValueError):
     exit_status = 2
 
 
-# ------------------------------------------------------------------------------------------------------------ records
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,23 @@ def item_id(item: Turn | Question) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with white space collapsed to single blanks: the form in which every query is searched."""
+    """The text with white space collapsed to single blanks: the form in which every query is
+    searched."""
     return " ".join(text.split())
 
 
-# ------------------------------------------------------------------------------------------------------------ readers
+# --------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing file or a bad line."""
+    """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing
+    file or a bad line."""
     return ((number, line) for number, _, line in located_lines(path))
 
 
 def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a number and byte."""
+    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a
+    number and byte."""
     try:
         f = open(path, "rb")
     except OSError as e:
@@ -112,7 +117,8 @@ def _no_constant(name: str) -> float:
 
 
 def _scrub(value: Any) -> Any:
-    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD: text can be written again."""
+    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD: text can be
+    written again."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -134,7 +140,8 @@ def parse_object(line: str, where: str) -> dict:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSONL file; blank lines are passed over, all else that is no object is an error."""
+    """(line number, object) of a JSONL file; blank lines are passed over, all else that is no
+    object is an error."""
     return (
         (number, parse_object(line, f"{path}:{number}"))
         for number, line in read_lines(path)
@@ -159,7 +166,8 @@ def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
 def _id(value: str, key: str, where: str) -> str:
     if value.split() != [value] or "\0" in value:
         raise DataError(
-            f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a column of "
+            f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a "
+            "column of "
             "TREC files"
         )
     return value
@@ -184,7 +192,8 @@ def _question(row: dict, where: str) -> str:
 
 
 def _context(row: dict, where: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an empty text."""
+    """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an
+    empty text."""
     context = [] if row.get("context") is None else row["context"]
     if not isinstance(context, list) or not all(
         isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p)
@@ -198,16 +207,19 @@ def _context(row: dict, where: str) -> list[tuple[str, str]]:
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`; TSV id text title.
+    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`;
+    TSV id text title.
 
     In a TSV a quote is a character like any other and a header line `id text title` is passed over.
-    DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three columns.
+    DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three
+    columns.
     """
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         if passage.id in seen:
             raise DataError(
-                f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be unique"
+                f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be "
+                "unique"
             )
         seen.add(passage.id)
         yield passage
@@ -218,9 +230,11 @@ def read_corpus(path: str) -> Iterator[Passage]:
 def located_passages(
     path: str, start: tuple[int, int] = (1, 0)
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, the line's first byte, passage) of a corpus file from a place on; holds no id, so twice is no error.
+    """(line number, the line's first byte, passage) of a corpus file from a place on; holds no id,
+    so twice is no error.
 
-    For files larger than memory: several processes read their own parts of one, and who needs unique ids sorts them.
+    For files larger than memory: several processes read their own parts of one, and who needs
+    unique ids sorts them.
     """
     for number, byte, line in located_lines(path, start):
         where = f"{path}:{number}"
@@ -234,7 +248,8 @@ def located_passages(
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, text, "
+                    f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, "
+                    "text, "
                     "title; replace tabs inside a field, or use JSONL"
                 )
             passage = Passage(columns[0], columns[2].strip(), columns[1])
@@ -267,8 +282,9 @@ _TURN_FIELDS = {
 def read_turns(path: str) -> list[Turn]:
     """The turns of a `rewrite` file, in file order.
 
-    A turn may have no gold passage (`gold_ids` empty or absent): callers that need one use `with_gold`.
-    DataError: empty file, missing field, wrong type, empty question, duplicate query_id.
+    A turn may have no gold passage (`gold_ids` empty or absent): callers that need one use
+    `with_gold`. DataError: empty file, missing field, wrong type, empty question, duplicate
+    query_id.
     """
     turns: list[Turn] = []
     seen: set[str] = set()
@@ -301,7 +317,8 @@ def read_turns(path: str) -> list[Turn]:
         )
     if not turns:
         raise DataError(
-            f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that filters: let more pass)"
+            f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that "
+            "filters: let more pass)"
         )
     return turns
 
@@ -309,8 +326,8 @@ def read_turns(path: str) -> list[Turn]:
 def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], int]:
     """The turns that can be rewarded, and how many have no gold passage and were left out.
 
-    `passage_ids` is any container of the index's ids.  DataError: a gold id that is not in the index (the wrong
-    corpus), or no turn left.
+    `passage_ids` is any container of the index's ids. DataError: a gold id that is not in the index
+    (the wrong corpus), or no turn left.
     """
     kept = [t for t in turns if t.gold_ids]
     golds = {g for t in kept for g in t.gold_ids}
@@ -331,7 +348,8 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional `metadata`."""
+    """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional
+    `metadata`."""
     questions: list[Question] = []
     seen: set[str] = set()
     for number, row in read_jsonl(path):
@@ -345,7 +363,8 @@ def read_questions(path: str) -> list[Question]:
             or not "".join(golds).strip()
         ):
             raise DataError(
-                f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
+                f"{where}: golden_answers of {key} must be a list of strings with one that is not "
+                "blank, not "
                 f"{str(golds)[:80]}"
             )
         metadata = row.get("metadata") or {}

@@ -75,18 +75,18 @@ class EpisodeConfig:
     turn_tokens: Annotated[int | None, at_least(1)] = None
     """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
     at_cap: Literal["note", "stop"] = "note"
-    """a call beyond max_calls gets a note, and the model may answer, or ends the episode (`rounds`)"""
+    """a call beyond max_calls gets a note, or it ends the episode as `rounds`"""
     stop_at_answer: bool = False
-    """end an episode at </answer>, with an untrained EOS: for models that never learnt to end there"""
+    """end an episode at </answer>, with an untrained EOS: for models that never learnt to stop"""
     bare_calls: bool = False
-    """agent: calls are bare JSON, ended by `}}`, for a model that was never taught the tool_call tags;
-    its trajectories are written with them"""
+    """agent: calls are bare JSON, ended by `}}`, for a model that was never taught the tool_call
+    tags; its trajectories are written with them"""
     template: Literal["instruct", "base"] = "instruct"
     """search: a chat (instruct), or one string for a model without a chat template (base)"""
     instruction: str = ""
     """text file with rules to use in place of those of prompts.py"""
     mcp: str = ""
-    """agent: MCP server with the tools, a URL or the command that starts one; empty: the retriever"""
+    """agent: MCP server with the tools, a URL or a command; empty: the retriever"""
     timeout: Annotated[float, above(0)] = 60.0
     """seconds for the searches of a round; those that take longer have failed"""
     answer_reward: Literal["auto", "research", "em", "f1"] = "auto"
@@ -330,8 +330,8 @@ def open_task(
         )
     if not retriever.corpus and not cfg.mcp:
         raise ConfigError(
-            f"task={name} shows passages to the model: give retriever.corpus=FILE, which the index was "
-            "built from"
+            f"task={name} shows passages to the model: give retriever.corpus=FILE, which the "
+            "index was built from"
         )
     shown = read_conversations(examples) if examples else []
     kind = {"search": SearchTask, "agent": AgentTask}[name]
@@ -352,7 +352,7 @@ def open_task(
 def episode_reward(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> float | None:
-    """What an episode earns for its answer (reward.score_answer) and the gold passages it retrieved.
+    """What an episode earns for its answer (score_answer) and for retrieved gold passages.
 
     The second part is for well-formed episodes (`research`), or those with an answer, alone. None
     for an episode that failed for a technical reason: it is left out and counted.
@@ -360,30 +360,25 @@ def episode_reward(
     cfg = task.cfg
     if episode.end in FAILED:
         return None
-    kind = (
-        {"search": "research", "agent": "f1"}[task.name]
-        if cfg.answer_reward == "auto"
-        else cfg.answer_reward
-    )
+    kind = cfg.answer_reward
+    if kind == "auto":
+        kind = {"search": "research", "agent": "f1"}[task.name]
     well_formed = task.well_formed(episode)
     reward = score_answer(episode.prediction, question.golden_answers, well_formed, kind)
     counts = well_formed if kind == "research" else episode.prediction is not None
     if cfg.gold_reward != "none" and counts and gold_ids:
-        found = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward](
-            episode.retrieved, gold_ids
-        )
-        reward += cfg.gold_weight * found
+        share = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward]
+        reward += cfg.gold_weight * share(episode.retrieved, gold_ids)
     return reward
 
 
 def episode_figures(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> dict:
-    """What is measured of one episode; gold_recall and all_gold are None where nothing is judged."""
+    """What is measured of one episode; the gold figures are None where nothing is judged."""
     scores = answer_metrics(episode.prediction, question.golden_answers)
-    judged = (
-        bool(gold_ids) and episode.end not in FAILED and not task.cfg.mcp
-    )  # whose texts have no ids
+    # An MCP server's texts have no ids.
+    judged = bool(gold_ids) and episode.end not in FAILED and not task.cfg.mcp
     return {
         "em": scores["em"],
         "f1": scores["f1"],
@@ -412,9 +407,8 @@ def other_task(folder: str, task: str, template: str) -> str:
         return ""
     trained = json.loads("\n".join(line for _, line in data.read_lines(path)))
     own = {"task": task} | ({"template": template} if task == "search" else {})
-    return (
-        "" if all(trained.get(key) == value for key, value in own.items()) else json.dumps(trained)
-    )
+    same = all(trained.get(key) == value for key, value in own.items())
+    return "" if same else json.dumps(trained)
 
 
 # ---------------------------------------------------------------------------------- trajectories
@@ -451,50 +445,29 @@ def trajectory_row(episode: Episode, question: Question, task: Task, request: di
         "metric_score": scores,
         "well_formed": not failed and task.well_formed(episode),
         "searches": sum(call.done for call in episode.calls),
-        "retrieved": None if task.cfg.mcp else episode.retrieved,
-    }  # an MCP server's texts have no ids
+        "retrieved": None if task.cfg.mcp else episode.retrieved,  # its texts have no ids
+    }
 
 
 def turn_messages(turn: Round, number: int, text: str) -> list[dict]:
     """The assistant's message of a turn, whose `text` is trained, and one for each result."""
-    message = {
-        "role": "assistant",
-        "content": before_calls(text).strip() if turn.calls else text.strip(),
-        "text": text,
-    }
+    content = before_calls(text) if turn.calls else text
+    message = {"role": "assistant", "content": content.strip(), "text": text}
     if thoughts := re.findall(r"<think>(.*?)</think>", turn.text, re.DOTALL):
         message["reasoning_content"] = "\n".join(t.strip() for t in thoughts)
-    ids = [f"call_{number}_{i}" for i in range(len(turn.calls))]
-    if turn.calls:
-        message["tool_calls"] = [
-            {
-                "id": id_,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for id_, call in zip(ids, turn.calls)
-        ]
-    return [
-        message,
-        *(
-            {"role": "tool", "tool_call_id": id_, "name": call.name, "content": call.shown}
-            for id_, call in zip(ids, turn.calls)
-            if turn.injected
-        ),
-    ]
+    calls, results = [], []
+    for i, call in enumerate(turn.calls):
+        id_, arguments = f"call_{number}_{i}", json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": id_, "type": "function", "function": function})
+        result = {"role": "tool", "tool_call_id": id_, "name": call.name, "content": call.shown}
+        results += [result] if turn.injected else []
+    return [message | ({"tool_calls": calls} if calls else {}), *results]
 
 
 def _usage(rounds: list[Round]) -> dict:
     """Tokens in OpenAI's words; a prompt counts again in every round."""
-    prompt, completion = (
-        sum(r.prompt_tokens for r in rounds),
-        sum(r.completion_tokens for r in rounds),
-    )
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
+    prompt = sum(r.prompt_tokens for r in rounds)
+    completion = sum(r.completion_tokens for r in rounds)
+    total = prompt + completion
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}

@@ -3,7 +3,7 @@
 A trajectory is a JSONL row with `messages` in OpenAI's form: roles system, user, assistant
 (`content`, and `tool_calls` whose `arguments` are JSON text) and tool; `tools` are the functions'
 JSON schemas. Beside them stand the fields that infer.py writes (episode.trajectory_row). ms-swift's
-form is read too: messages of role `tool_call` (content {"name", "arguments"}), `tools` as JSON text.
+form is read too: messages of role `tool_call` (content {"name", "arguments"}), `tools` as JSON.
 
 Trained are the assistant's texts, its calls and the end of each of its turns, but not turns with
 `weight` 0 (OpenAI) or `loss` false (ms-swift); headers, prompts and results of tools never are.
@@ -82,8 +82,8 @@ def _tools(tools: Any, location: str) -> list[dict]:
         named = False
     if not named:
         raise DataError(
-            f'{location}: tools must be a list of {{"type": "function", "function": {{"name", …}}}}, '
-            f"or its JSON text, not {str(tools)[:80]}"
+            f'{location}: tools must be a list of {{"type": "function", "function": {{…}}}}, '
+            f"each with a name, or its JSON text, not {str(tools)[:80]}"
         )
     return tools
 

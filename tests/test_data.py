@@ -359,8 +359,8 @@ def test_atomic_folder_passes_over_the_remains_of_a_killed_process_of_the_same_n
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {root!r})
-    import data
-    with data.{call}({path!r}) as out:
+    import runs
+    with runs.{call}({path!r}) as out:
         f = out if hasattr(out, "write") else open(out + "/a.txt", "w")
         f.write("half " * 1000)
         f.flush()
