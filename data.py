@@ -11,10 +11,13 @@ oldest first, answers included.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
+import zlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, Iterator
+from typing import Any, BinaryIO, Iterator
 
 
 class DataError(ValueError):
@@ -36,7 +39,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """What is indexed: the title, one space, the text; the text alone where there is no title."""
+        """What is indexed: the title, one space, the text; without a title the text alone."""
         return f"{self.title} {self.text}" if self.title else self.text
 
 
@@ -70,6 +73,10 @@ class Question:
     golden_answers: list[str]
     metadata: dict = field(default_factory=dict)
 
+    def record(self) -> dict:
+        """The question as a line of a questions file; empty metadata are left out."""
+        return {key: value for key, value in vars(self).items() if key != "metadata" or value}
+
 
 def item_id(item: Turn | Question) -> str:
     return item.query_id if isinstance(item, Turn) else item.id
@@ -90,26 +97,51 @@ def read_lines(path: str) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, _, line in located_lines(path))
 
 
-def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """`read_lines` from a place on: (line number, the line's first byte, line); `start` is such a
-    number and byte."""
+PACKED = {
+    b"PAR1": "a parquet file; make it JSONL with `prepare.py parquet source={0} out=FILE.jsonl`",
+    b"PK\x03\x04": "a zip archive; unpack it (`unzip {0}`) and name a file of it",
+    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it (`zstd -d {0}`)",
+}
+
+
+def open_input(path: str) -> BinaryIO:
+    """The bytes of a file, those of a gzip file unpacked; DataError: none, parquet, zip or zstd."""
     try:
         f = open(path, "rb")
+        magic = f.peek(4)[:4]
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
-    with f:
+    if magic in PACKED or magic[:2] == b"\x1f\x8b":
+        f.close()
+    if magic in PACKED:
+        raise DataError(f"{path} is {PACKED[magic].format(path)}; only gzip is read as it is")
+    return gzip.open(path) if f.closed else f
+
+
+def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
+    """`read_lines` from a place on: (line number, the line's first byte, line).
+
+    `start` is such a number and byte. Of a gzip file the bytes are those of its content, and a
+    place is reached by unpacking all before it.
+    """
+    with open_input(path) as f:
         number, byte = start
-        f.seek(byte)
-        for number, raw in enumerate(f, number):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            try:
+        try:
+            f.seek(byte)
+            for number, raw in enumerate(f, number):
+                line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
                 yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-            except UnicodeDecodeError as e:
-                raise DataError(
-                    f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
-                    "convert the file to UTF-8 (iconv)"
-                ) from e
-            byte += len(raw)
+                byte += len(raw)
+        except UnicodeDecodeError as e:
+            raise DataError(
+                f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
+                "convert the file to UTF-8 (iconv)"
+            ) from e
+        except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+            raise DataError(
+                f"{path}: {e} after line {number:,}; the gzip file is cut off or broken, fetch it "
+                "again"
+            ) from e
 
 
 def _no_constant(name: str) -> float:
@@ -139,6 +171,60 @@ def parse_object(line: str, where: str) -> dict:
     return _scrub(row) if "\\ud" in line.lower() else row
 
 
+def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
+    """(location, object) of a file that is one JSON array, read `block` characters at a time."""
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    text, number = "", 0
+
+    def first() -> str:
+        """The next character that is no white space, with which `text` begins then."""
+        nonlocal text
+        while not (text := text.lstrip(" \t\r\n")):
+            if not (text := f.read(block)):
+                break
+        return text[:1]
+
+    try:
+        with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
+            if first() != "[":
+                raise DataError(
+                    f"{path}: a JSON array of objects is expected, but it begins with {text[:40]!r}"
+                )
+            text = text[1:]
+            ended = first() == "]"
+            while not ended:
+                number += 1
+                location = f"{path}: object {number}"
+                if first() != "{":
+                    raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}")
+                while True:
+                    try:
+                        value, end = decoder.raw_decode(text)
+                        break
+                    except (ValueError, RecursionError) as e:
+                        more = f.read(max(block, len(text)))
+                        if not more or len(text) > 1 << 26:
+                            raise DataError(
+                                f"{location}: broken or cut off ({e}); fetch the file again"
+                            ) from e
+                        text += more
+                yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
+                text = text[end:]
+                ended = first() == "]"
+                if not ended and first() != ",":
+                    raise DataError(
+                        f"{location}: followed by {first()!r} instead of a comma or the end"
+                    )
+                text = text[1:]
+            text = text[1:] if number == 0 else text
+            if first():
+                raise DataError(
+                    f"{path}: the array of {number} objects is followed by {text[:40]!r}"
+                )
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+        raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
+
+
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """(line number, object) of a JSONL file; blank lines are passed over, all else that is no
     object is an error."""
@@ -149,18 +235,30 @@ def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     )
 
 
+def as_text(value: Any) -> str | None:
+    """A string, or the text of a number (ids and answers are often written so); else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
+
+
+def as_texts(value: Any) -> list[str] | None:
+    """`as_text` of a list's entries or of one value in its place; None where one is no text."""
+    texts = [as_text(entry) for entry in (value if isinstance(value, list) else [value])]
+    return None if None in texts else texts
+
+
 def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
-    """`row[key]` as a string; numbers become strings (ids are often written as numbers)."""
+    """`row[key]` as a string; a number becomes its text."""
     value = row.get(key)
     if value is None and not required:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
+    text = as_text(value)
+    if text is None:
         raise DataError(
             f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})"
         )
-    return value
+    return text
 
 
 def _id(value: str, key: str, where: str) -> str:
@@ -195,15 +293,18 @@ def _context(row: dict, where: str) -> list[tuple[str, str]]:
     """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an
     empty text."""
     context = [] if row.get("context") is None else row["context"]
-    if not isinstance(context, list) or not all(
-        isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p)
-        for p in context
-    ):
+    pairs = [
+        as_texts(["" if text is None else text for text in pair])
+        if isinstance(pair, list) and len(pair) == 2
+        else None
+        for pair in (context if isinstance(context, list) else [None])
+    ]
+    if None in pairs:
         raise DataError(
             f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
             f"{str(context)[:80]!r}"
         )
-    return [(q or "", a or "") for q, a in context]
+    return [(question, answer) for question, answer in pairs]
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
@@ -238,7 +339,7 @@ def located_passages(
     """
     for number, byte, line in located_lines(path, start):
         where = f"{path}:{number}"
-        if path.endswith(".tsv"):
+        if path.removesuffix(".gz").endswith(".tsv"):
             columns = line.split("\t")
             if (
                 number == 1
@@ -294,11 +395,11 @@ def read_turns(path: str) -> list[Turn]:
         turn = row.get("turn", 1)
         if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
             raise DataError(f"{where}: turn {repr(turn)[:40]} of {query_id} is not a whole number")
-        gold = [] if row.get("gold_ids") is None else row["gold_ids"]
-        gold = gold if isinstance(gold, list) else [gold]
-        if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
+        gold = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
+        if gold is None:
             raise DataError(
-                f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}"
+                f"{where}: gold_ids of {query_id} must be a list of passage ids, not "
+                f"{row['gold_ids']!r}"
             )
         turns.append(
             Turn(
@@ -307,7 +408,7 @@ def read_turns(path: str) -> list[Turn]:
                 turn=int(turn),
                 context=_context(row, where),
                 question=question,
-                gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
+                gold_ids=list(dict.fromkeys(_id(g, "gold id", where) for g in gold)),
                 **{
                     k: _text(row, k, where, required=False)
                     for k in ("answer", "rewrite", "response")
@@ -355,17 +456,11 @@ def read_questions(path: str) -> list[Question]:
     for number, row in read_jsonl(path):
         where = f"{path}:{number}"
         key = _new_id(row, "id", where, seen)
-        golds = row.get("golden_answers")
-        golds = [golds] if isinstance(golds, str) else golds
-        if (
-            not isinstance(golds, list)
-            or not all(isinstance(g, str) for g in golds)
-            or not "".join(golds).strip()
-        ):
+        golds = as_texts(row.get("golden_answers"))
+        if golds is None or not "".join(golds).strip():
             raise DataError(
                 f"{where}: golden_answers of {key} must be a list of strings with one that is not "
-                "blank, not "
-                f"{str(golds)[:80]}"
+                f"blank, not {str(row.get('golden_answers'))[:80]}"
             )
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):

@@ -417,7 +417,8 @@ def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
 
 
 ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report",
-                     "official", "conversations", "questions") if (ROOT / f"{n}.py").exists()]
+                     "sources.files", "sources.conversations", "sources.questions")
+         if (ROOT / f"{n.replace('.', '/')}.py").exists()]
 
 
 @pytest.mark.parametrize("name", ENTRY)
