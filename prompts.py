@@ -408,7 +408,7 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and its target, whose tokens and EOS are trained.
+    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added.
 
     Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the
     border. An EOS spelled out behind the response goes; other special tokens in it are broken.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from data import DataError
 from episodes.tools import SEARCH_TOOL, Call, parse_tool_calls
@@ -33,22 +32,19 @@ from prompts import (
 )
 from reward import extract_answer, extract_boxed, search_well_formed
 
-if TYPE_CHECKING:
-    from episodes.episode import Episode, EpisodeConfig, Round
-
 TAG_NAMES = ("think", "search", "result", "answer", "tools", "tool_call", "tool_response")
 TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
 
 
 class Task:
-    """What `search` and `agent` share. turns: the texts of the model's turns so far."""
+    """What `search` and `agent` share. turns: the texts of the model's turns; a turn is a Round."""
 
     name: str
     cap_note: str  # what a call beyond a limit is answered
     stop: tuple[str, ...]
 
-    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: Sequence[list[dict]] = ()):
-        """tools: RetrieverTools or MCPTools; examples: few-shot conversations."""
+    def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
+        """cfg: EpisodeConfig; tools: RetrieverTools or MCPTools; examples: conversations."""
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
         self.eos_id = eos_token_ids(tokenizer)[0]
         self.unsafe = [*TAGS, *special_strings(tokenizer)]
@@ -107,7 +103,7 @@ class SearchTask(Task):
         "without others."
     )
 
-    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: Sequence[list[dict]] = ()):
+    def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
         super().__init__(cfg, tokenizer, tools, examples)
         self.stop = ("</search>", "</answer>") if cfg.stop_at_answer else ("</search>",)
 
@@ -136,7 +132,7 @@ class SearchTask(Task):
     def wrap(self, results: list[str], last_id: int) -> str:
         return f" <result>\n{results[0]}\n</result>"
 
-    def turn_text(self, turn: Round) -> str:
+    def turn_text(self, turn) -> str:
         """A turn as a trajectory holds it: as sampled."""
         return turn.text
 
@@ -146,7 +142,7 @@ class SearchTask(Task):
         boxed = None if block is None else extract_boxed(block)
         return block if boxed is None and self.cfg.answer_reward == "em" else boxed
 
-    def well_formed(self, episode: Episode) -> bool:
+    def well_formed(self, episode) -> bool:
         """Its own text keeps ReSearch's form, and it ended with EOS."""
         return episode.ended and search_well_formed(episode.segments)
 
@@ -163,7 +159,7 @@ class AgentTask(Task):
     name = "agent"
     cap_note = "error: no further calls are possible. Give the answer with what is known."
 
-    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: Sequence[list[dict]] = ()):
+    def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
         super().__init__(cfg, tokenizer, tools, examples)
         self.stop = ("</answer>",) * cfg.stop_at_answer + ("}}",) * cfg.bare_calls
         self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
@@ -194,7 +190,7 @@ class AgentTask(Task):
         # A turn that ended at another of the model's EOS ids gets the template's end, untrained.
         return end * (last_id != self.eos_id) + head + between.join(results) + tail
 
-    def turn_text(self, turn: Round) -> str:
+    def turn_text(self, turn) -> str:
         """A turn as a trajectory holds it: as sampled, bare calls in the tags they lack."""
         if not (self.cfg.bare_calls and turn.calls and all(call.done for call in turn.calls)):
             return turn.text
@@ -205,7 +201,7 @@ class AgentTask(Task):
         """The last answer block outside of the thinking."""
         return answer_block(turns[-1])
 
-    def well_formed(self, episode: Episode) -> bool:
+    def well_formed(self, episode) -> bool:
         """It ended with EOS and an answer, and every call it wrote could be carried out."""
         answered = episode.ended and episode.prediction is not None
         return answered and all(call.done for call in episode.calls)
