@@ -436,9 +436,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     if result := targets.read_result(result_path):
         return result
     tokenizer = load_tokenizer(cfg.model)
-    examples, dropped = (targets.make_trajectory_examples if agentic else targets.make_examples)(
-        records, tokenizer, cfg, path
-    )
+    examples, dropped = targets.make_examples(records, tokenizer, cfg, path, agentic)
     rows, heldout = targets.split_heldout(examples, cfg.heldout_fraction, cfg.seed)
     steps = steps_per_epoch(len(rows), cfg)
     print0(

@@ -368,8 +368,8 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
     cut["messages"] = cut["messages"][:-1]
     path = write(tmp_path / "t.jsonl", [agent_row(0, end="answered"), long, failed, cut, halfway])
     cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
-    examples, dropped = targets.make_trajectory_examples(
-        trajectories.read_trajectories(path), hermes(), cfg, path
+    examples, dropped = targets.make_examples(
+        trajectories.read_trajectories(path), hermes(), cfg, path, agentic=True
     )
     assert len(examples) == 1 and dropped == {
         f"longer than {cfg.max_length} tokens": 1,
@@ -576,9 +576,8 @@ def test_empty_turns_are_dropped_or_refused(tmp_path):
         }
     ]
     path = write(tmp_path / "t.jsonl", rows)
-    examples, dropped = targets.make_trajectory_examples(
-        trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path
-    )
+    rows, cfg = trajectories.read_trajectories(path), config("lm", path, "out")
+    examples, dropped = targets.make_examples(rows, tiny_tokenizer(), cfg, path, agentic=True)
     assert len(examples) == 1 and dict(dropped) == {
         "without a last answer": 3,
         "without a turn to train": 1,
