@@ -377,7 +377,7 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
         "without a last answer": 1,
         "ended as length": 1,
     }
-    with pytest.raises(data.DataError, match="none of its 5 trajectories"):
+    with pytest.raises(data.DataError, match="none of its 5 records"):
         sft.main(config(lm, path, tmp_path / "o", max_length=10))
 
 
