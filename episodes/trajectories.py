@@ -330,9 +330,8 @@ def _check_turn(turn: str, message: dict, template: str) -> None:
 
 def succeeded(row: dict, rule: Rule) -> bool:
     """EM = 1, or F1 >= 0.8; not of a row that failed technically or has no scores."""
-    score = row.get("metric_score") or {}
-    enough = score.get("em", 0) >= 1 if rule == "em" else score.get("f1", 0) >= F1_SUCCESS
-    return enough and not row.get("error")
+    score = (row.get("metric_score") or {}).get(rule) or 0
+    return score >= (1 if rule == "em" else F1_SUCCESS) and not row.get("error")
 
 
 def tool_calls(row: dict) -> int:
