@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from data import DataError
-from episodes.tools import SEARCH_TOOL, Call, parse_tool_calls
+from episodes.tools import NOTHING_FOUND, SEARCH_TOOL, Call, parse_tool_calls
 from prompts import (
     AGENT_INSTRUCTION,
     SEARCH_DIALOGUE,
@@ -79,7 +79,7 @@ class Task:
         results = []
         for call in calls:
             texts = [call.note] if call.note else [text for _, text in call.documents]
-            texts = [defuse(text, self.unsafe) for text in texts or ["No passage was found."]]
+            texts = [defuse(text, self.unsafe) for text in texts or [NOTHING_FOUND]]
             results += fit(self.tokenizer, [texts], wrap, self.cfg.result_tokens)[1]
         ids, results = fit(self.tokenizer, results, wrap, room)
         for call, texts in zip(calls, results):

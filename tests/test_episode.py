@@ -1133,18 +1133,14 @@ def test_what_an_mcp_server_returned_is_unknown_not_nothing():
     assert episode.episode_figures(e, LIMA, task, ["p0"])["gold_recall"] is None
 
 
-def test_a_call_stands_beside_the_content_and_not_in_it():
+def test_a_tag_inside_an_argument_is_text():
+    """It ends neither the thinking nor the episode, and the call stands beside the content."""
     task = agent_task()
-    (e,), _ = play(
-        task,
-        ["<think>t</think>so " + call(query="Ann, what is < /think>"), "<answer>Lima</answer>"],
-    )
-    e.rounds[0].text = e.rounds[0].text.replace("< /think>", "</think>")
-    row = episode.trajectory_row(e, LIMA, task, {})
-    assert (
-        row["messages"][2]["content"] == "<think>t</think>so"
-        and row["messages"][2]["reasoning_content"] == "t"
-    )
+    ask = "<think>t</think>so " + call(query="Ann: what does </think> mean")
+    (e,), _ = play(task, [ask, "<answer>Lima</answer>"])
+    assert e.end == "answered" and e.calls[0].done and e.retrieved == ["p0"]
+    message = episode.trajectory_row(e, LIMA, task, {})["messages"][2]
+    assert message["content"] == "<think>t</think>so" and message["reasoning_content"] == "t"
 
 
 def test_a_call_that_is_only_thought_of_stays_in_the_content():
