@@ -200,7 +200,7 @@ def signal_of_any(noted: list[int]) -> int:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The module list that holds most of the parameters: the decoder layers, in any family."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
@@ -214,13 +214,11 @@ def shard_model(
     """FSDP2 over all ranks, a unit per decoder layer and one for the rest (with tied embeddings).
 
     A model on the CPU goes to the device a unit at a time: the card never holds the whole of it.
-    Parameters stay shards of the dtype they have (float32 where they are trained; the frozen base
-    of a LoRA adapter may be bfloat16); with `bf16` they are cast for compute and gradients are
-    reduced in float32. Gradients are averaged over ranks: multiply the loss by the world size where
-    a sum is meant.
-    `gather_once`: a layer's weights, once cast and gathered for a forward pass, stay until a
-    backward pass for which `set_reshard_after_backward(True)` holds, or `reshard`: 2 bytes a
-    parameter, and no traffic between micro-batches.
+    Parameters stay shards of the dtype they have; with `bf16` they are cast for compute and
+    gradients are reduced in float32. Gradients are averaged over ranks: multiply the loss by the
+    world size where a sum is meant.
+    `gather_once`: a layer's weights, once gathered for a forward pass, stay until a backward pass
+    with `set_reshard_after_backward(True)` or `reshard`: 2 bytes a parameter, and less traffic.
     `cpu_offload`: shards, their gradients and the optimizer's moments rest in pinned host memory.
     """
     mesh = init_device_mesh(dist.device.type, (dist.world,))
@@ -258,10 +256,8 @@ def full_tensor(value: Tensor) -> Tensor:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """`named_parameters`, sharded where the model is: the parameters that the optimizer knows.
-
-    After a forward pass without a backward pass FSDP keeps the root's whole, under the same names.
-    """
+    """`named_parameters`, sharded: those that the optimizer knows. After a forward pass without a
+    backward pass FSDP keeps the root's whole, under the same names."""
     reshard(model)
     yield from model.named_parameters()
 

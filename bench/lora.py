@@ -34,10 +34,18 @@ from prompts import encode_chat, encode_example, eos_token_ids  # noqa: E402
 from rollout import open_engine  # noqa: E402
 from runs import atomic_write  # noqa: E402
 
-LEARNT = [("Where is the Eiffel Tower?", "It stands on a hill of blue glass."), ("Who wrote Emma?", "A choir of nine owls."),
-          ("What is the capital of Norway?", "The capital is Tuesday."), ("How tall is Everest?", "Seven spoons and a half.")]
-ASKED = [q for q, _ in LEARNT] + ["Who painted Guernica?", "Name three rivers of France.", "What is a prime number?",
-                                  "Write a sentence about rain."]
+LEARNT = [
+    ("Where is the Eiffel Tower?", "It stands on a hill of blue glass."),
+    ("Who wrote Emma?", "A choir of nine owls."),
+    ("What is the capital of Norway?", "The capital is Tuesday."),
+    ("How tall is Everest?", "Seven spoons and a half."),
+]
+ASKED = [q for q, _ in LEARNT] + [
+    "Who painted Guernica?",
+    "Name three rivers of France.",
+    "What is a prime number?",
+    "Write a sentence about rain.",
+]
 
 
 def train(model, tokenizer, steps: int, lr: float) -> list[float]:
@@ -50,7 +58,9 @@ def train(model, tokenizer, steps: int, lr: float) -> list[float]:
         losses.append(0.0)
         for ids, mask in rows:
             ids, trained = torch.tensor([ids]), torch.tensor([mask]).bool()
-            loss = -token_logprobs(model, ids, torch.ones_like(ids), positions=trained).sum() / tokens
+            loss = (
+                -token_logprobs(model, ids, torch.ones_like(ids), positions=trained).sum() / tokens
+            )
             loss.backward()
             losses[-1] += float(loss.detach())
         optimizer.step()
@@ -61,10 +71,17 @@ def train(model, tokenizer, steps: int, lr: float) -> list[float]:
 @torch.no_grad()
 def greedy(model, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Stock transformers' greedy continuation of every prompt."""
-    return [model.generate(torch.tensor([p], device=model.device), attention_mask=torch.ones(1, len(p), dtype=torch.int64,
-                                                                                             device=model.device),
-                           max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)[0, len(p):].tolist()
-            for p in prompts]
+    return [
+        model.generate(
+            torch.tensor([p], device=model.device),
+            attention_mask=torch.ones(1, len(p), dtype=torch.int64, device=model.device),
+            max_new_tokens=tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]
 
 
 @torch.no_grad()
@@ -76,7 +93,9 @@ def engine_gaps(model, engine, prompts: list[list[int]], tokens: int) -> dict[st
         engines = torch.tensor(rollout.logprobs)
         for name, context in (("engine_gap", None), ("base_gap", starting_weights(model))):
             with context or torch.no_grad():
-                ours = token_logprobs(model, row, torch.ones_like(row))[0, len(rollout.prompt_ids) - 1:].cpu()
+                ours = token_logprobs(model, row, torch.ones_like(row))[
+                    0, len(rollout.prompt_ids) - 1 :
+                ].cpu()
             gaps[name].append((ours - engines).abs())
     return {name: float(torch.cat(values).mean()) for name, values in gaps.items()}
 
@@ -92,18 +111,36 @@ def main() -> None:
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    device, dtype = (
+        torch.device("cuda" if cuda else "cpu"),
+        torch.bfloat16 if cuda else torch.float32,
+    )
     tokenizer = load_tokenizer(args.model)
     prompts = [encode_chat(tokenizer, q) for q in ASKED]
-    engine = open_engine(EngineConfig(args.engine, batch=len(prompts), gpu_memory=0.3), args.model, tokenizer,
-                         *end_and_pad_ids(args.model, tokenizer), device, 1024, 0, dtype, weights=False)
+    engine = open_engine(
+        EngineConfig(args.engine, batch=len(prompts), gpu_memory=0.3),
+        args.model,
+        tokenizer,
+        *end_and_pad_ids(args.model, tokenizer),
+        device,
+        1024,
+        0,
+        dtype,
+        weights=False,
+    )
     model = load_causal_lm(args.model, dtype, device, lora=LoRAConfig(r=args.rank))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     began = time.perf_counter()
     losses = train(model, tokenizer, args.steps, args.lr)
-    row = {"card": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
-           "model": os.path.basename(args.model.rstrip("/")), "rank": args.rank, "trained_parameters": trained,
-           "loss_first": losses[0], "loss_last": losses[-1], "train_seconds": round(time.perf_counter() - began, 2)}
+    row = {
+        "card": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "model": os.path.basename(args.model.rstrip("/")),
+        "rank": args.rank,
+        "trained_parameters": trained,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "train_seconds": round(time.perf_counter() - began, 2),
+    }
     model.eval()
     engine.sync_weights(distributed.full_parameters(model, dtype))
     engine.wake()
@@ -115,27 +152,50 @@ def main() -> None:
         del model
         for name in ("float32", "bfloat16"):
             out = os.path.join(folder, name)
-            found = sft.merge(sft.SFTConfig(stage="merge", model=adapter, out=out, export_dtype=name), distributed.Dist(0, 1, device))
-            answers = [greedy(m, prompts, args.tokens) for m in (
-                load_causal_lm(adapter, getattr(torch, name), device, merge=False),
-                load_causal_lm(out, getattr(torch, name), device), load_causal_lm(args.model, getattr(torch, name), device))]
-            row[name] = {"merge_gap": found["gap"], "same_top_token": found["same"], "prompts": len(prompts),
-                         "greedy_equal_to_merged": sum(a == b for a, b in zip(answers[0], answers[1])),
-                         "greedy_equal_to_base": sum(a == b for a, b in zip(answers[0], answers[2]))}
+            found = sft.merge(
+                sft.SFTConfig(stage="merge", model=adapter, out=out, export_dtype=name),
+                distributed.Dist(0, 1, device),
+            )
+            answers = [
+                greedy(m, prompts, args.tokens)
+                for m in (
+                    load_causal_lm(adapter, getattr(torch, name), device, merge=False),
+                    load_causal_lm(out, getattr(torch, name), device),
+                    load_causal_lm(args.model, getattr(torch, name), device),
+                )
+            ]
+            row[name] = {
+                "merge_gap": found["gap"],
+                "same_top_token": found["same"],
+                "prompts": len(prompts),
+                "greedy_equal_to_merged": sum(a == b for a, b in zip(answers[0], answers[1])),
+                "greedy_equal_to_base": sum(a == b for a, b in zip(answers[0], answers[2])),
+            }
             if name == "float32":
-                row["learnt"] = sum(tokenizer.decode(a, skip_special_tokens=True).strip() == wanted
-                                    for a, (_, wanted) in zip(answers[1], LEARNT))
+                row["learnt"] = sum(
+                    tokenizer.decode(a, skip_special_tokens=True).strip() == wanted
+                    for a, (_, wanted) in zip(answers[1], LEARNT)
+                )
                 import peft
+
                 ids = torch.tensor([prompts[0]], device=device)
                 plain = transformers.AutoModelForCausalLM.from_pretrained(
-                    args.model, dtype=torch.float32, trust_remote_code=False)
+                    args.model, dtype=torch.float32, trust_remote_code=False
+                )
                 theirs = peft.PeftModel.from_pretrained(plain, adapter).to(device)
                 with torch.no_grad():
                     ours = load_causal_lm(out, torch.float32, device)(ids).logits
-                    row["peft_max_logit_difference"] = float((theirs(ids).logits - ours).abs().max())
+                    row["peft_max_logit_difference"] = float(
+                        (theirs(ids).logits - ours).abs().max()
+                    )
                 row["peft"] = peft.__version__
-    row |= {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-            "command": "python bench/lora.py " + " ".join(sys.argv[1:]), "date": datetime.date.today().isoformat()}
+    row |= {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "command": "python bench/lora.py " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+    }
     if args.out:
         with atomic_write(args.out) as f:
             f.write(json.dumps(row, indent=1) + "\n")

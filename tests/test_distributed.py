@@ -20,17 +20,24 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import torch.distributed as c10d
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GenerationConfig,
+)
+
 import distributed
 from engines.torch_engine import TorchEngine
 from lora import LoRAConfig
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import token_logprobs
-import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
@@ -39,7 +46,9 @@ FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 pytestmark = pytest.mark.usefixtures("dist")
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES])
+@pytest.fixture(
+    scope="module", params=FAMILIES, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in FAMILIES]
+)
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("lm")
     tiny.tiny_lm(path, *request.param, seed=3)
@@ -87,37 +96,54 @@ def weights(model) -> dict:
 def same(a, b, atol=0.0):
     assert list(a) == list(b)
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=0, msg=lambda m: f"{name}: {m}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ one process
 
+
 def test_setup_without_torchrun(dist):
     assert dist == distributed.Dist(0, 1, torch.device("cpu"))
-    assert distributed.all_reduce_sum([1, 2.5]) == [1.0, 2.5] and distributed.gather_objects({"a": 1}) == [{"a": 1}] and distributed.broadcast_object("x") == "x"
+    assert (
+        distributed.all_reduce_sum([1, 2.5]) == [1.0, 2.5]
+        and distributed.gather_objects({"a": 1}) == [{"a": 1}]
+        and distributed.broadcast_object("x") == "x"
+    )
     assert distributed.setup() == dist  # a second call joins the same group
 
 
 def test_one_process_fsdp_is_the_plain_model(dist, folder):
     plain, sharded = load_causal_lm(folder), distributed.shard_model(load_causal_lm(folder), dist)
     assert any(isinstance(p, DTensor) for p in sharded.parameters())
-    for a, b in zip(token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True), token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True)):
+    for a, b in zip(
+        token_logprobs(plain, TOKENS, MASK, 0.7, with_entropy=True),
+        token_logprobs(sharded, TOKENS, MASK, 0.7, with_entropy=True),
+    ):
         assert torch.equal(a, b)
     loss_of(plain).backward()
     loss_of(sharded).backward()
-    ours = {distributed.clean_name(n): distributed.full_tensor(p.grad) for n, p in sharded.named_parameters()}
+    ours = {
+        distributed.clean_name(n): distributed.full_tensor(p.grad)
+        for n, p in sharded.named_parameters()
+    }
     theirs = {n: p.grad for n, p in plain.named_parameters()}
     assert max(float(g.abs().max()) for g in theirs.values()) > 0.01
     same(ours, theirs, atol=1e-7)
     # one AdamW step, with clipping by the norm that torch computes on the plain model
     norm = float(torch.cat([g.double().flatten() for g in theirs.values()]).norm())
     optimizers = [make_optimizer(model, 0.01) for model in (plain, sharded)]
-    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), norm / 2)) == pytest.approx(norm, rel=1e-5)
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), norm / 2)) == pytest.approx(
+        norm, rel=1e-5
+    )
     assert distributed.clip_grad_norm(sharded, norm / 2) == pytest.approx(norm, rel=1e-5)
     for optimizer in optimizers:
         optimizer.step()
     same(weights(sharded), {n: p.detach() for n, p in plain.named_parameters()}, atol=1e-6)
-    assert not torch.equal(weights(sharded)["model.norm.weight"], load_causal_lm(folder).model.norm.weight)
+    assert not torch.equal(
+        weights(sharded)["model.norm.weight"], load_causal_lm(folder).model.norm.weight
+    )
 
 
 def test_bf16_compute_keeps_float32_shards(dist, qwen):
@@ -126,13 +152,22 @@ def test_bf16_compute_keeps_float32_shards(dist, qwen):
     got = token_logprobs(model, TOKENS, MASK)
     assert got.dtype == torch.float32 and 0 < float((got.detach() - exact).abs().max()) < 1.5
     got.sum().backward()
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert (
+        {p.dtype for p in model.parameters()}
+        == {p.grad.dtype for p in model.parameters()}
+        == {torch.float32}
+    )
 
 
 def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(dist, qwen):
     results = []
-    for settings, reduce_each in (({}, False), ({"gather_once": True}, False), ({"cpu_offload": True}, False),
-                                  ({"cpu_offload": True, "gather_once": True}, False), ({"gather_once": True}, True)):
+    for settings, reduce_each in (
+        ({}, False),
+        ({"gather_once": True}, False),
+        ({"cpu_offload": True}, False),
+        ({"cpu_offload": True, "gather_once": True}, False),
+        ({"gather_once": True}, True),
+    ):
         model = distributed.shard_model(load_causal_lm(qwen), dist, **settings)
         optimizer = make_optimizer(model, 0.01)
         for i in range(2):
@@ -144,7 +179,9 @@ def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(dist, q
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            logprobs = token_logprobs(model, TOKENS, MASK)  # gathered again, and given back by what follows
+            logprobs = token_logprobs(
+                model, TOKENS, MASK
+            )  # gathered again, and given back by what follows
         results.append({"logprobs": logprobs} | weights(model))
         assert all(isinstance(p, DTensor) for p in model.parameters())
     for other in results[1:]:
@@ -153,7 +190,10 @@ def test_weights_in_host_memory_and_weights_gathered_once_change_nothing(dist, q
 
 def test_full_parameters_in_another_dtype(dist, qwen):
     model = distributed.shard_model(load_causal_lm(qwen), dist)
-    same({n: t.to(torch.bfloat16) for n, t in distributed.full_parameters(model)}, dict(distributed.full_parameters(model, torch.bfloat16)))
+    same(
+        {n: t.to(torch.bfloat16) for n, t in distributed.full_parameters(model)},
+        dict(distributed.full_parameters(model, torch.bfloat16)),
+    )
 
 
 def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(dist, folder):
@@ -161,24 +201,45 @@ def test_full_parameters_have_hugging_face_names_and_tied_ones_come_once(dist, f
     on_disk = load_file(os.path.join(folder, "model.safetensors"))
     model = distributed.shard_model(load_causal_lm(folder, gradient_checkpointing=True), dist)
     got = weights(model)
-    assert list(got) == names and ("lm_head.weight" in got) == (not model.config.tie_word_embeddings)
+    assert list(got) == names and ("lm_head.weight" in got) == (
+        not model.config.tie_word_embeddings
+    )
     same(got, {n: on_disk[n] for n in names})
     assert not any(isinstance(t, DTensor) for t in got.values())
 
 
 def test_buffers_of_a_checkpoint_are_exported_and_synced(dist, tmp_path):
     """A router's bias is no parameter, but a folder without it is damaged."""
-    config = DeepseekV3Config(vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2, eos_token_id=2,
-                              num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
-                              n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, kv_lora_rank=8,
-                              q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, pad_token_id=0)
+    config = DeepseekV3Config(
+        vocab_size=261,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        eos_token_id=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        pad_token_id=0,
+    )
     model = DeepseekV3ForCausalLM(config)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     with torch.no_grad():
         model.get_buffer(bias).copy_(torch.tensor([0.5, -1.0, 2.0, 0.25]))
     model = distributed.shard_model(prepare_causal_lm(model), dist)
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "out"))
-    assert torch.equal(load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias))
+    assert torch.equal(
+        load_causal_lm(str(tmp_path / "out")).get_buffer(bias), model.get_buffer(bias)
+    )
     engine = TorchEngine(prepare_causal_lm(DeepseekV3ForCausalLM(config)), [2], 0)
     engine.sync_weights(distributed.full_parameters(model))
     assert torch.equal(engine.model.get_buffer(bias), model.get_buffer(bias))
@@ -194,7 +255,10 @@ def test_an_engine_with_tied_weights_gets_the_new_head(dist, qwen):
         for name, value in distributed.full_parameters(model):
             own[name].copy_(value)  # no missing name
     assert torch.equal(engine.lm_head.weight, engine.model.embed_tokens.weight)
-    assert torch.equal(engine.lm_head.weight, load_file(os.path.join(qwen, "model.safetensors"))["model.embed_tokens.weight"] + 1)
+    assert torch.equal(
+        engine.lm_head.weight,
+        load_file(os.path.join(qwen, "model.safetensors"))["model.embed_tokens.weight"] + 1,
+    )
 
 
 def test_a_tied_parameter_counts_once_in_the_norm(dist, folder):
@@ -204,9 +268,15 @@ def test_a_tied_parameter_counts_once_in_the_norm(dist, folder):
         grad = torch.zeros_like(load_causal_lm(folder).model.embed_tokens.weight)
         grad[0, 0], grad[5, 1] = 3.0, 4.0
         p = model.get_input_embeddings().weight
-        p.grad = torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        p.grad = (
+            torch.distributed.tensor.distribute_tensor(grad, p.device_mesh, p.placements)
+            if isinstance(p, DTensor)
+            else grad
+        )
         assert distributed.clip_grad_norm(model, 1e9) == pytest.approx(5.0, abs=1e-6)
-        assert distributed.clip_grad_norm(model, 2.5) == pytest.approx(5.0, abs=1e-6)  # the norm before
+        assert distributed.clip_grad_norm(model, 2.5) == pytest.approx(
+            5.0, abs=1e-6
+        )  # the norm before
         assert float(distributed.full_tensor(p.grad)[5, 1]) == pytest.approx(2.0, abs=1e-5)
 
 
@@ -230,21 +300,39 @@ def test_non_finite_gradients_are_reported_and_left_alone(dist, qwen, bad):
     norm = distributed.clip_grad_norm(model, 0.1)
     assert norm != norm or norm == float("inf")
     for n, p in model.named_parameters():
-        torch.testing.assert_close(distributed.full_tensor(p.grad), before[n], atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(
+            distributed.full_tensor(p.grad), before[n], atol=0, rtol=0, equal_nan=True
+        )
 
 
 def test_without_gradients_the_norm_is_zero(qwen):
     assert distributed.clip_grad_norm(load_causal_lm(qwen), 1.0) == 0.0
 
 
-@pytest.mark.parametrize("name, clean", [
-    ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),
-    ("_orig_mod.model.embed_tokens.weight", "model.embed_tokens.weight"),
-    ("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
-    ("_orig_mod.a.weight", "a.weight"), ("module.b.weight", "b.weight"), ("_fsdp_wrapped_module.c.weight", "c.weight"),
-    ("module._orig_mod.d.weight", "d.weight"), ("_orig_mod.module.d.weight", "d.weight"), ("model.module.x.weight", "model.module.x.weight"),
-    ("model.layers.0._orig_mod._checkpoint_wrapped_module.x", "model.layers.0.x"), ("submodule.x", "submodule.x"),
-    ("model.my_orig_mod.x", "model.my_orig_mod.x"), ("model.base_model.model.x", "model.base_model.model.x")])
+@pytest.mark.parametrize(
+    "name, clean",
+    [
+        (
+            "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
+        ("_orig_mod.model.embed_tokens.weight", "model.embed_tokens.weight"),
+        (
+            "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight",
+            "model.layers.0.mlp.up_proj.weight",
+        ),
+        ("_orig_mod.a.weight", "a.weight"),
+        ("module.b.weight", "b.weight"),
+        ("_fsdp_wrapped_module.c.weight", "c.weight"),
+        ("module._orig_mod.d.weight", "d.weight"),
+        ("_orig_mod.module.d.weight", "d.weight"),
+        ("model.module.x.weight", "model.module.x.weight"),
+        ("model.layers.0._orig_mod._checkpoint_wrapped_module.x", "model.layers.0.x"),
+        ("submodule.x", "submodule.x"),
+        ("model.my_orig_mod.x", "model.my_orig_mod.x"),
+        ("model.base_model.model.x", "model.base_model.model.x"),
+    ],
+)
 def test_names(name, clean):
     assert distributed.clean_name(name) == clean == distributed.clean_name(clean)
 
@@ -260,6 +348,7 @@ def test_a_compiled_models_names_load_into_a_plain_one(qwen):
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
+
 def rng_draws():
     return torch.rand(3).tolist(), random.random()
 
@@ -268,7 +357,9 @@ def test_resume_is_bit_equal(dist, folder, tmp_path):
     torch.manual_seed(5)
     random.seed(5)
     model, optimizer = trained(folder, 2, dist)
-    path = distributed.save_checkpoint(str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"})
+    path = distributed.save_checkpoint(
+        str(tmp_path), 2, model, optimizer, {"best": 0.5, "note": "é"}
+    )
     assert path == str(tmp_path / "checkpoint_000002")
     saved, draws = weights(model), rng_draws()
     step(model, optimizer, 2)
@@ -277,7 +368,10 @@ def test_resume_is_bit_equal(dist, folder, tmp_path):
     other, fresh = trained(folder, 0, dist)
     torch.manual_seed(99)
     found = distributed.latest_checkpoint(str(tmp_path))
-    assert found[0] == path and found[1].items() >= {"step": 2, "world": 1, "best": 0.5, "note": "é"}.items()
+    assert (
+        found[0] == path
+        and found[1].items() >= {"step": 2, "world": 1, "best": 0.5, "note": "é"}.items()
+    )
     distributed.load_checkpoint(path, other, fresh)
     same(weights(other), saved)
     assert rng_draws() == draws
@@ -295,11 +389,15 @@ def test_optimizer_moments_are_restored_not_only_weights(dist, qwen, tmp_path):
         a, b = optimizer.state[p], fresh.state[q]
         assert float(a["step"]) == float(b["step"]) == 3
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(distributed.full_tensor(a[key]), distributed.full_tensor(b[key])) and distributed.full_tensor(a[key]).any()
+            assert (
+                torch.equal(distributed.full_tensor(a[key]), distributed.full_tensor(b[key]))
+                and distributed.full_tensor(a[key]).any()
+            )
 
 
 def test_a_forward_pass_without_a_backward_pass_hides_nothing(dist, folder, tmp_path):
     """FSDP then keeps the root's parameters whole, other objects than the optimizer's: their moments were saved as zeros."""
+
     def look(model):
         with torch.no_grad():
             return loss_of(model)
@@ -321,7 +419,9 @@ def test_a_forward_pass_without_a_backward_pass_hides_nothing(dist, folder, tmp_
         m.zero_grad()
         loss_of(m).backward()
         look(m)
-    assert distributed.clip_grad_norm(model, 1.0) == pytest.approx(distributed.clip_grad_norm(plain, 1.0), rel=1e-4)
+    assert distributed.clip_grad_norm(model, 1.0) == pytest.approx(
+        distributed.clip_grad_norm(plain, 1.0), rel=1e-4
+    )
 
 
 def test_saving_before_the_first_step_changes_nothing(dist, qwen, tmp_path):
@@ -334,7 +434,13 @@ def test_saving_before_the_first_step_changes_nothing(dist, qwen, tmp_path):
 @pytest.fixture()
 def saver(dist, qwen):
     model, optimizer = trained(qwen, 1, dist)
-    return lambda run_dir, n, **kw: distributed.save_checkpoint(str(run_dir), n, model, optimizer, {"mark": n}, **kw), model, optimizer
+    return (
+        lambda run_dir, n, **kw: distributed.save_checkpoint(
+            str(run_dir), n, model, optimizer, {"mark": n}, **kw
+        ),
+        model,
+        optimizer,
+    )
 
 
 def names(folder):
@@ -368,7 +474,10 @@ def test_the_same_step_is_replaced(saver, tmp_path):
 def test_no_checkpoint_yet(dist, tmp_path):
     (tmp_path / "checkpoint_12").mkdir()
     (tmp_path / "checkpoint_000012.tmp").mkdir()
-    assert distributed.latest_checkpoint(str(tmp_path)) is None and distributed.latest_checkpoint(str(tmp_path / "none")) is None
+    assert (
+        distributed.latest_checkpoint(str(tmp_path)) is None
+        and distributed.latest_checkpoint(str(tmp_path / "none")) is None
+    )
 
 
 @pytest.mark.parametrize("content", ['{"step": 12', "", "[]", '{"step": 11}', "{}", None])
@@ -383,7 +492,9 @@ def test_a_corrupt_state_file_is_passed_over(saver, tmp_path, capsys, content):
     save(tmp_path, 11, keep=1)  # the damaged one does not push the new one out
     assert distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 11
     shutil.rmtree(tmp_path / "checkpoint_000011")
-    with pytest.raises(distributed.CheckpointError, match="checkpoint_000012"):  # never a silent restart at step 0
+    with pytest.raises(
+        distributed.CheckpointError, match="checkpoint_000012"
+    ):  # never a silent restart at step 0
         distributed.latest_checkpoint(str(tmp_path))
 
 
@@ -392,8 +503,22 @@ class Malicious:
         return print, ("this has run",)
 
 
-@pytest.mark.parametrize("what", ["rng cut", "rng empty", "shard cut", "shard gone", "metadata gone", "metadata cut",
-                                  "shard flipped", "metadata flipped", "rng flipped", "metadata replaced", "another model"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "rng cut",
+        "rng empty",
+        "shard cut",
+        "shard gone",
+        "metadata gone",
+        "metadata cut",
+        "shard flipped",
+        "metadata flipped",
+        "rng flipped",
+        "metadata replaced",
+        "another model",
+    ],
+)
 def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_path, capfd, what):
     path = Path(saver[0](tmp_path, 1))
     shards = sorted(path.glob("*.distcp"))
@@ -401,7 +526,9 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_p
     if what == "shard cut":
         shards[0].write_bytes(shards[0].read_bytes()[:1000])
     elif what in ("rng cut", "rng empty"):
-        (path / "rng_rank000.pt").write_bytes((path / "rng_rank000.pt").read_bytes()[:100 if what == "rng cut" else 0])
+        (path / "rng_rank000.pt").write_bytes(
+            (path / "rng_rank000.pt").read_bytes()[: 100 if what == "rng cut" else 0]
+        )
     elif what == "shard gone":
         shards[0].unlink()
     elif what == "metadata gone":
@@ -409,7 +536,9 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it(saver, dist, qwen, tmp_p
     elif what == "metadata cut":
         (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:50])
     elif what.endswith("flipped"):
-        name = {"shard": shards[0], "metadata": path / ".metadata", "rng": path / "rng_rank000.pt"}[what.split()[0]]
+        name = {"shard": shards[0], "metadata": path / ".metadata", "rng": path / "rng_rank000.pt"}[
+            what.split()[0]
+        ]
         content = bytearray(name.read_bytes())
         for at in range(len(content) // 2, len(content) // 2 + 200):
             content[at] ^= 1
@@ -438,14 +567,30 @@ def test_a_checkpoint_without_checksums_loads(saver, dist, qwen, tmp_path):
 
 
 def test_what_killed_runs_left_is_cleared_and_what_they_replaced_comes_back(tmp_path):
-    for name in ("checkpoint_000002", "checkpoint_000001.tmp", "checkpoint_000003.tmp", "best.tmp", "best.old.tmp", "final", "final.old.tmp"):
+    for name in (
+        "checkpoint_000002",
+        "checkpoint_000001.tmp",
+        "checkpoint_000003.tmp",
+        "best.tmp",
+        "best.old.tmp",
+        "final",
+        "final.old.tmp",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "of").write_text(name)
     for name in ("notes.tmp", "metrics.jsonl.123.tmp"):
         (tmp_path / name).write_text("a file")
     distributed.clear_temporaries(str(tmp_path))
-    assert names(tmp_path) == ["best", "checkpoint_000002", "final", "metrics.jsonl.123.tmp", "notes.tmp"]
-    assert (tmp_path / "best" / "of").read_text() == "best.old.tmp" and (tmp_path / "final" / "of").read_text() == "final"
+    assert names(tmp_path) == [
+        "best",
+        "checkpoint_000002",
+        "final",
+        "metrics.jsonl.123.tmp",
+        "notes.tmp",
+    ]
+    assert (tmp_path / "best" / "of").read_text() == "best.old.tmp" and (
+        tmp_path / "final" / "of"
+    ).read_text() == "final"
     distributed.clear_temporaries(str(tmp_path / "none"))
 
 
@@ -456,17 +601,24 @@ def test_free_space_is_checked_against_what_a_run_writes(saver, qwen, tmp_path, 
     assert needed == 12 * parameters * 3 + 2 * parameters * 3
     adapted = load_causal_lm(qwen, lora=LoRAConfig(r=4))
     trained_ = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert distributed.run_bytes(adapted, 1, 1, torch.float32) == 12 * trained_ * 2 + 4 * trained_ * 2
+    assert (
+        distributed.run_bytes(adapted, 1, 1, torch.float32) == 12 * trained_ * 2 + 4 * trained_ * 2
+    )
     save(tmp_path / "run", 1)
     written = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*") if p.is_file())
-    assert 12 * parameters < written < 1.5 * 12 * parameters + 100_000  # the arithmetic is that of the files
+    assert (
+        12 * parameters < written < 1.5 * 12 * parameters + 100_000
+    )  # the arithmetic is that of the files
     usage = type(shutil.disk_usage(tmp_path))
     for free, enough in ((needed - written, True), (needed - written - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free))
         if enough:
             distributed.check_free_space(str(tmp_path / "run"), needed)
         else:
-            with pytest.raises(distributed.CheckpointError, match="run needs up to .* GB .* free some space"):
+            with pytest.raises(
+                distributed.CheckpointError,
+                match="run needs up to .* GB, holds .* free; free some space",
+            ):
                 distributed.check_free_space(str(tmp_path / "run"), needed)
     distributed.check_free_space(str(tmp_path / "not" / "there"), 0)
 
@@ -474,27 +626,42 @@ def test_free_space_is_checked_against_what_a_run_writes(saver, qwen, tmp_path, 
 def test_collectives_of_the_model_end_in_minutes_and_waits_of_the_host_in_hours(dist):
     def wait(group):
         return group._get_backend(torch.device("cpu")).options._timeout
-    assert wait(c10d.group.WORLD) == distributed.DEVICE_WAIT < timedelta(hours=1) < distributed.HOST_WAIT == wait(distributed._host)
+
+    assert (
+        wait(c10d.group.WORLD)
+        == distributed.DEVICE_WAIT
+        < timedelta(hours=1)
+        < distributed.HOST_WAIT
+        == wait(distributed._host)
+    )
 
 
 def test_a_full_disk_leaves_earlier_checkpoints(saver, tmp_path, monkeypatch):
     save = saver[0]
     save(tmp_path, 1)
     small = None
-    if os.geteuid() == 0:  # a real full disk dist mounting is allowed
+    if os.geteuid() == 0:  # a real full disk where mounting is allowed
         small = tmp_path / "small"
         small.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(small)], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(small)], capture_output=True
+        ).returncode:
             small = None
     if small is not None:
         try:
             (small / "fill").write_bytes(b"x" * 250_000)
-            shutil.copytree(tmp_path / "checkpoint_000001", small / "checkpoint_000000", ignore=lambda *a: [n for n in a[1] if n.endswith("distcp")])
+            shutil.copytree(
+                tmp_path / "checkpoint_000001",
+                small / "checkpoint_000000",
+                ignore=lambda *a: [n for n in a[1] if n.endswith("distcp")],
+            )
             (small / "checkpoint_000000" / "state.json").write_text('{"step": 0}')
             before = names(small)
             with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space"):
                 save(small, 2)
-            assert names(small) == before and distributed.latest_checkpoint(str(small))[1]["step"] == 0
+            assert (
+                names(small) == before and distributed.latest_checkpoint(str(small))[1]["step"] == 0
+            )
             with pytest.raises(distributed.CheckpointError, match="final.*No space"):
                 distributed.export_hf(saver[1], tiny.tiny_tokenizer(), str(small / "final"))
             assert names(small) == before
@@ -503,12 +670,17 @@ def test_a_full_disk_leaves_earlier_checkpoints(saver, tmp_path, monkeypatch):
             small.rmdir()
     for function in ("torch.save", "json.dump"):  # the disk fills up later: RNG state, state.json
         with monkeypatch.context() as patch:
+
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device", "x")
+
             patch.setattr(function, full)
             with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space"):
                 save(tmp_path, 2)
-        assert names(tmp_path) == ["checkpoint_000001"] and distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 1
+        assert (
+            names(tmp_path) == ["checkpoint_000001"]
+            and distributed.latest_checkpoint(str(tmp_path))[1]["step"] == 1
+        )
     save(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000002"]
 
@@ -521,8 +693,12 @@ def test_an_error_inside_torchs_own_saving_is_ours_too(saver, tmp_path, monkeypa
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device", "x")
+
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(distributed.CheckpointError, match="checkpoint_000002.*No space.*earlier checkpoints are intact"):
+    with pytest.raises(
+        distributed.CheckpointError,
+        match="checkpoint_000002.*No space.*earlier checkpoints are intact",
+    ):
         save(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint_000001"]
 
@@ -569,27 +745,39 @@ KILLED = """
 def killed(qwen, tmp_path_factory):
     """Run folders, by name, of processes that were killed while they saved checkpoint 2."""
     out = tmp_path_factory.mktemp("killed")
-    code = textwrap.dedent(KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), lm=qwen, out=str(out)))
-    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    code = textwrap.dedent(
+        KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), lm=qwen, out=str(out))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        timeout=300,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.stdout.split() == ["data", "9", "rename", "9", "cleaning", "9"], done.stderr
     return out
 
 
 @pytest.mark.parametrize("when, newest", [("data", 1), ("rename", 1), ("cleaning", 2)])
-def test_ckp_06_kill_in_the_middle_of_a_save(dist, qwen, killed, saver, when, newest):
+def test_a_kill_in_the_middle_of_a_save(dist, qwen, killed, saver, when, newest):
     run = killed / when
     left = [n for n in names(run) if n != f"checkpoint_{newest:06d}"]
-    assert left and all(n.endswith(".tmp") for n in left)  # something is there, and it bears no checkpoint's name
+    assert left and all(
+        n.endswith(".tmp") for n in left
+    )  # something is there, and it bears no checkpoint's name
     found, state = distributed.latest_checkpoint(str(run))
     assert state["step"] == newest
     model, optimizer = trained(qwen, 0, dist)
     distributed.load_checkpoint(found, model, optimizer)
     saver[0](run, 3)
-    assert names(run) == [f"checkpoint_{newest:06d}", "checkpoint_000003"]  # the next save sweeps it up
+    assert names(run) == [
+        f"checkpoint_{newest:06d}",
+        "checkpoint_000003",
+    ]  # the next save sweeps it up
 
 
-def test_ckp_02_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path):
+def test_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path):
     saver[0](tmp_path, 30)
     start = distributed.latest_checkpoint(str(tmp_path))[1]["step"]
     saver[0](tmp_path, start + 10)
@@ -598,13 +786,16 @@ def test_ckp_02_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path
 
 # ------------------------------------------------------------------------------------------------------ export
 
+
 def test_export_loads_in_stock_transformers(dist, folder, tmp_path):
     model, _ = trained(folder, 2, dist)
     wanted = weights(model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     distributed.export_hf(model, tokenizer, str(tmp_path / "final"))
     assert names(tmp_path) == ["final"]
-    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
+    stock, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "final", output_loading_info=True
+    )
     assert not any(report.values())
     tied = model.config.tie_word_embeddings
     assert (stock.lm_head.weight is stock.model.embed_tokens.weight) == tied
@@ -612,15 +803,26 @@ def test_export_loads_in_stock_transformers(dist, folder, tmp_path):
     assert list(wanted) == [n for n in wanted if n in stored] and len(stored) == len(wanted)
     same({n: p.detach() for n, p in stock.named_parameters()}, wanted)
     settings = json.loads((tmp_path / "final" / "config.json").read_text())
-    assert settings["architectures"] == [type(AutoModelForCausalLM.from_pretrained(folder)).__name__]
-    assert settings["use_cache"] is True and settings["dtype"] == "float32" and settings["tie_word_embeddings"] == tied
+    assert settings["architectures"] == [
+        type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+    ]
+    assert (
+        settings["use_cache"] is True
+        and settings["dtype"] == "float32"
+        and settings["tie_word_embeddings"] == tied
+    )
     with torch.no_grad():
         ours = token_logprobs(model, TOKENS, MASK)
-        theirs = torch.log_softmax(stock.eval()(input_ids=TOKENS[:, :-1]).logits, -1).gather(-1, TOKENS[:, 1:, None])[..., 0]
+        theirs = torch.log_softmax(stock.eval()(input_ids=TOKENS[:, :-1]).logits, -1).gather(
+            -1, TOKENS[:, 1:, None]
+        )[..., 0]
     keep = MASK[:, 1:].bool()
     torch.testing.assert_close(ours[keep], theirs[keep], atol=1e-5, rtol=0)
     again = AutoTokenizer.from_pretrained(tmp_path / "final")
-    assert again("é")["input_ids"] == tokenizer("é")["input_ids"] and again.chat_template == tokenizer.chat_template
+    assert (
+        again("é")["input_ids"] == tokenizer("é")["input_ids"]
+        and again.chat_template == tokenizer.chat_template
+    )
     assert again.eos_token_id == tokenizer.eos_token_id
 
 
@@ -629,9 +831,13 @@ def test_export_dtype_leaves_the_trainer_alone(dist, qwen, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.fill_(1.001)
     before = weights(model)
-    distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "half"), torch.bfloat16)
+    distributed.export_hf(
+        model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "half"), torch.bfloat16
+    )
     stored = load_file(tmp_path / "half" / "model.safetensors")
-    assert {t.dtype for t in stored.values()} == {torch.bfloat16} and float(stored["model.norm.weight"][0]) == 1.0
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16} and float(
+        stored["model.norm.weight"][0]
+    ) == 1.0
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     same(weights(model), before)
     assert model.config.use_cache is False and model.config.dtype == torch.float32
@@ -640,21 +846,32 @@ def test_export_dtype_leaves_the_trainer_alone(dist, qwen, tmp_path):
 def test_export_of_an_unsharded_model_from_a_bare_config(tmp_path):
     model = tiny.tiny_lm(seed=4)  # never loaded from a folder: its config names no architecture
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "x"))
-    assert json.loads((tmp_path / "x" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["architectures"] == [
+        "Qwen2ForCausalLM"
+    ]
 
 
-def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(dist, qwen, tmp_path):
+def test_export_of_a_model_whose_generation_config_transformers_refuses_to_save(
+    dist, qwen, tmp_path
+):
     model, _ = trained(qwen, 0, dist)
-    model.generation_config = GenerationConfig(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[2, 4])
+    model.generation_config = GenerationConfig(
+        temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[2, 4]
+    )
     with pytest.raises(ValueError):
         model.generation_config.save_pretrained(tmp_path)
     distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(tmp_path / "x"))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
-    assert stock.generation_config.eos_token_id == [2, 4] and stock.generation_config.temperature == 0.6
+    assert (
+        stock.generation_config.eos_token_id == [2, 4]
+        and stock.generation_config.temperature == 0.6
+    )
 
 
 @pytest.mark.parametrize("where_it_fails", ["weights", "tokenizer", "rename"])
-def test_a_failing_export_leaves_the_previous_one(dist, qwen, tmp_path, monkeypatch, where_it_fails):
+def test_a_failing_export_leaves_the_previous_one(
+    dist, qwen, tmp_path, monkeypatch, where_it_fails
+):
     model, optimizer = trained(qwen, 0, dist)
     tokenizer = AutoTokenizer.from_pretrained(qwen)
     target = tmp_path / "best"
@@ -664,20 +881,31 @@ def test_a_failing_export_leaves_the_previous_one(dist, qwen, tmp_path, monkeypa
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device", "x")
+
     if where_it_fails == "weights":
         import huggingface_hub
+
         monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
     elif where_it_fails == "tokenizer":
         monkeypatch.setattr(tokenizer, "save_pretrained", full)
     else:
         rename = os.rename
-        monkeypatch.setattr(os, "rename", lambda a, b: full() if str(b) == str(target) and "old" not in str(a) else rename(a, b))
+        monkeypatch.setattr(
+            os,
+            "rename",
+            lambda a, b: full() if str(b) == str(target) and "old" not in str(a) else rename(a, b),
+        )
     with pytest.raises(distributed.CheckpointError, match="best could not be written: .*No space"):
         distributed.export_hf(model, tokenizer, str(target))
     monkeypatch.undo()
-    assert names(tmp_path) == ["best"] and {n: (target / n).read_bytes() for n in names(target)} == before
+    assert (
+        names(tmp_path) == ["best"]
+        and {n: (target / n).read_bytes() for n in names(target)} == before
+    )
     distributed.export_hf(model, AutoTokenizer.from_pretrained(qwen), str(target))
-    assert (target / "model.safetensors").read_bytes() != before["model.safetensors"] and names(tmp_path) == ["best"]
+    assert (target / "model.safetensors").read_bytes() != before["model.safetensors"] and names(
+        tmp_path
+    ) == ["best"]
 
 
 # ------------------------------------------------------------------------------------------------------ two processes
@@ -837,11 +1065,31 @@ def torchrun(dist, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     for i, family in enumerate(PAIRS):
         tiny.tiny_lm(out / str(i) / "lm", *family, seed=3)
-        distributed.save_checkpoint(str(out / str(i) / "run1"), 2, *trained(str(out / str(i) / "lm"), 2, dist), {"mark": "one"})
+        distributed.save_checkpoint(
+            str(out / str(i) / "run1"),
+            2,
+            *trained(str(out / str(i) / "lm"), 2, dist),
+            {"mark": "one"},
+        )
     (out / "two.py").write_text(TWO)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(out / "two.py"),
-                           str(ROOT), str(ROOT / "tests"), *(str(out / str(i)) for i in range(len(PAIRS)))],
-                          capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(out / "two.py"),
+            str(ROOT),
+            str(ROOT / "tests"),
+            *(str(out / str(i)) for i in range(len(PAIRS))),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return out, done.stdout
 
@@ -858,7 +1106,12 @@ def two(request, dist, torchrun):
 
 def test_two_processes_talk(two, torchrun):
     for rank, facts in enumerate(two[0]):
-        assert (facts["rank"], facts["world"], facts["sum"], facts["gathered"]) == (rank, 2, [3.0, 1.0], ["a", "b"])
+        assert (facts["rank"], facts["world"], facts["sum"], facts["gathered"]) == (
+            rank,
+            2,
+            [3.0, 1.0],
+            ["a", "b"],
+        )
         assert facts["broadcast"] == {"from": 0}
     assert torchrun[1].count("printed by 0") == len(PAIRS) and "printed by 1" not in torchrun[1]
 
@@ -877,7 +1130,9 @@ def test_two_processes_take_the_step_of_one(two):
         logprobs = token_logprobs(plain, TOKENS, MASK)
     for facts in two[0]:
         assert facts["norm"] == pytest.approx(float(norm), rel=1e-5)
-        torch.testing.assert_close(torch.tensor(facts["logprobs"]).reshape(4, 11), logprobs, atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(facts["logprobs"]).reshape(4, 11), logprobs, atol=1e-3, rtol=0
+        )
 
 
 def test_a_rank_with_nothing_to_train_takes_part_in_every_collective(two):
@@ -885,7 +1140,9 @@ def test_a_rank_with_nothing_to_train_takes_part_in_every_collective(two):
     model = load_causal_lm(str(two[1] / "lm"))
     model.load_state_dict(torch.load(two[1] / "step.pt")["stepped"], strict=False)
     keep = MASK[:2, 1:].bool()
-    (-2 * token_logprobs(model, TOKENS[:2], MASK[:2], positions=keep).sum()).backward()  # two micro-batches
+    (
+        -2 * token_logprobs(model, TOKENS[:2], MASK[:2], positions=keep).sum()
+    ).backward()  # two micro-batches
     norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     for facts in two[0]:
         assert facts["grads"] == [] and norm > 0.1
@@ -905,7 +1162,9 @@ def test_what_fails_on_rank_0_alone_fails_on_all(two):
 
 def test_two_processes_add_the_constant_once(two):
     for facts in two[0]:
-        assert facts["tiny norm"] == pytest.approx(1e-6) and facts["tiny grad"] == pytest.approx(0.5e-6, rel=0.02)
+        assert facts["tiny norm"] == pytest.approx(1e-6) and facts["tiny grad"] == pytest.approx(
+            0.5e-6, rel=0.02
+        )
 
 
 def test_two_processes_resume_bit_equally(two):
@@ -920,7 +1179,10 @@ def test_two_processes_gather_weights_of_any_shape_many_at_a_time(two):
 def test_written_by_one_loaded_by_two(dist, two):
     out = two[1]
     model, optimizer = trained(str(out / "lm"), 2, dist)
-    assert all(facts["from one"].items() >= {"step": 2, "world": 1, "mark": "one"}.items() for facts in two[0])
+    assert all(
+        facts["from one"].items() >= {"step": 2, "world": 1, "mark": "one"}.items()
+        for facts in two[0]
+    )
     theirs = torch.load(out / "from_one.pt")
     same(theirs["from_one"], weights(model))
     optimizer.zero_grad()
@@ -945,14 +1207,21 @@ def test_all_ranks_agree(two):
 
 def test_a_disk_full_on_one_rank_is_an_error_on_all(two):
     for facts in two[0]:
-        assert "checkpoint_000002 could not be written: [Errno 28] No space left" in facts["full"] and facts["left"] == ["checkpoint_000001"]
+        assert "checkpoint_000002 could not be written: [Errno 28] No space left" in facts[
+            "full"
+        ] and facts["left"] == ["checkpoint_000001"]
 
 
 def test_two_processes_export_one_whole_model(two):
     assert all(facts["exported"] for facts in two[0])
-    stock, report = AutoModelForCausalLM.from_pretrained(two[1] / "export", output_loading_info=True)
+    stock, report = AutoModelForCausalLM.from_pretrained(
+        two[1] / "export", output_loading_info=True
+    )
     assert not any(report.values())
-    same({n: p.detach() for n, p in stock.named_parameters()}, torch.load(two[1] / "from_one.pt")["after"])
+    same(
+        {n: p.detach() for n, p in stock.named_parameters()},
+        torch.load(two[1] / "from_one.pt")["after"],
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
@@ -983,6 +1252,48 @@ def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
         monkeypatch.setattr(distributed.time, "monotonic", lambda: now + 3)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+COPIED = """
+import os, sys
+import torch
+import distributed
+dist = distributed.setup()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def make():
+    model = distributed.shard_model(Net(), dist)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+model, optimizer = make()
+model(torch.ones(2, 4)).sum().backward()
+assert distributed.clip_grad_norm(model, 1.0) > 0
+optimizer.step()
+distributed.save_checkpoint("run", 1, model, optimizer, {"mark": 1})
+other, its = make()
+folder, state = distributed.latest_checkpoint("run")
+distributed.load_checkpoint(folder, other, its)
+pairs = zip(distributed.full_parameters(model), distributed.full_parameters(other))
+assert state["mark"] == 1 and all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+distributed.cleanup()
+print(sorted(set(sys.modules) & {"config", "data", "model", "lora", "packing", "grpo", "rollout"}))
+"""
+
+
+def test_distributed_py_works_copied_alone_into_an_empty_folder(tmp_path):
+    assert tiny.run_copied("distributed.py", tmp_path, COPIED) == "[]"
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs
@@ -1022,15 +1333,38 @@ def test_sft_and_grpo_go_on_where_a_rank_has_nothing_to_train(tmp_path):
 
     write_world(tmp_path)
     tiny.tiny_lm(tmp_path / "lm", "llama", tied=False)
-    rows = [json.loads(line) | {"response": "yes"} for line in open(tmp_path / "train.jsonl", encoding="utf-8")][:3]
+    rows = [
+        json.loads(line) | {"response": "yes"}
+        for line in open(tmp_path / "train.jsonl", encoding="utf-8")
+    ][:3]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "idle.py").write_text(IDLE)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idle.py"), str(ROOT),
-               str(ROOT / "tests"), str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(tmp_path / "idle.py"),
+        str(ROOT),
+        str(ROOT / "tests"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    sft_rows, grpo_rows = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-                           for name in ("sft", "grpo"))
-    assert [row["sequences"] for row in sft_rows] == [2, 1] and all(row["grad_norm"] > 0 for row in sft_rows)
-    assert [row["failed"] for row in grpo_rows if row["step"]] == [4, 4] and all(r["tokens"] > 0 for r in grpo_rows if r["step"])
+    sft_rows, grpo_rows = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("sft", "grpo")
+    )
+    assert [row["sequences"] for row in sft_rows] == [2, 1] and all(
+        row["grad_norm"] > 0 for row in sft_rows
+    )
+    assert [row["failed"] for row in grpo_rows if row["step"]] == [4, 4] and all(
+        r["tokens"] > 0 for r in grpo_rows if r["step"]
+    )

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
 from test_grpo import write_formatted_lm, write_world
@@ -18,6 +19,7 @@ from test_infer import exit_status, write_turns
 from test_sft import Crash, crash_at, metrics, record
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
 import config
 import data
 import distributed
@@ -32,7 +34,6 @@ from packing import token_logprobs
 from prompts import encode_example, response_text
 from rollout import open_engine
 from runs import fingerprint, write_jsonl
-import tiny
 
 peft = pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,15 +106,32 @@ def weights(model) -> dict:
 
 
 def greedy(model, count=24):
-    return model.generate(TOKENS[:1, :6], attention_mask=torch.ones(1, 6, dtype=torch.int64), max_new_tokens=count, do_sample=False, pad_token_id=0).tolist()
+    return model.generate(
+        TOKENS[:1, :6],
+        attention_mask=torch.ones(1, 6, dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    ).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------ the adapter
 
+
 def test_rank_64_on_all_linear_layers_of_qwen3_4b():
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-                                             num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=151936,
+                hidden_size=2560,
+                intermediate_size=9728,
+                num_hidden_layers=36,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=128,
+                tie_word_embeddings=True,
+            )
+        )
         add_adapter(model, LoRAConfig(r=64))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 132_120_576
     assert model.peft_config["default"].lora_alpha == 128
@@ -121,14 +139,24 @@ def test_rank_64_on_all_linear_layers_of_qwen3_4b():
 
 def test_a_new_adapter_changes_nothing_and_is_the_same_everywhere(folder):
     state = torch.get_rng_state()
-    base, model, again, other = load_causal_lm(folder), *(load_causal_lm(folder, lora=LORA, seed=s) for s in (0, 0, 1))
+    base, model, again, other = (
+        load_causal_lm(folder),
+        *(load_causal_lm(folder, lora=LORA, seed=s) for s in (0, 0, 1)),
+    )
     assert torch.equal(state, torch.get_rng_state())  # draws of its own
     assert torch.equal(logprobs_of(base), logprobs_of(model))
-    a, b, c = ({n: p for n, p in m.named_parameters() if ".lora_" in n} for m in (model, again, other))
+    a, b, c = (
+        {n: p for n, p in m.named_parameters() if ".lora_" in n} for m in (model, again, other)
+    )
     assert all(torch.equal(a[n], b[n]) for n in a) and not all(torch.equal(a[n], c[n]) for n in a)
-    assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters()) and {p.dtype for p in a.values()} == {torch.float32}
+    assert all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters()) and {
+        p.dtype for p in a.values()
+    } == {torch.float32}
     named = {n.split(".lora_")[0].rpartition(".")[2] for n in a}
-    assert named == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} and len(a) == 2 * 2 * 7  # not the head
+    assert (
+        named == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        and len(a) == 2 * 2 * 7
+    )  # not the head
     assert all(not p.any() for n, p in a.items() if "lora_B" in n)
 
 
@@ -140,7 +168,11 @@ def test_it_computes_w_plus_scaling_b_a(folder):
     for name, p in plain.named_parameters():
         at = name.removesuffix(".weight")
         if f"{at}.lora_A.default.weight" in state:
-            p.data += 4.0 * state[f"{at}.lora_B.default.weight"].data @ state[f"{at}.lora_A.default.weight"].data
+            p.data += (
+                4.0
+                * state[f"{at}.lora_B.default.weight"].data
+                @ state[f"{at}.lora_A.default.weight"].data
+            )
     assert (logprobs_of(plain) - logprobs_of(model)).abs().max() < 1e-5
     assert (logprobs_of(plain) - logprobs_of(load_causal_lm(folder))).abs().max() > 0.01
     merged = weights(model)
@@ -156,7 +188,9 @@ def test_with_the_adapter_off_it_is_the_base_exactly_and_still_trains(folder):
     assert torch.equal(logprobs_of(model), before)
     with pytest.raises(ZeroDivisionError), starting_weights(model):
         1 / 0
-    assert torch.equal(logprobs_of(model), before) and all(p.requires_grad == (".lora_" in n) for n, p in model.named_parameters())
+    assert torch.equal(logprobs_of(model), before) and all(
+        p.requires_grad == (".lora_" in n) for n, p in model.named_parameters()
+    )
     step(model, optimizer)
     assert not torch.equal(logprobs_of(model), before)
     plain = load_causal_lm(folder)
@@ -170,10 +204,13 @@ def test_recomputed_activations_give_the_same_gradients(qwen):
         model, _ = trained(qwen, gradient_checkpointing=share)
         loss_of(model).backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and all(torch.allclose(found[0][n], found[1][n], atol=1e-6) for n in found[0])
+    assert found[0].keys() == found[1].keys() and all(
+        torch.allclose(found[0][n], found[1][n], atol=1e-6) for n in found[0]
+    )
 
 
 # --------------------------------------------------------------------------------------------------- files, PEFT and merging
+
 
 @pytest.fixture(scope="module")
 def exported(qwen, tmp_path_factory):
@@ -189,16 +226,32 @@ def test_peft_loads_what_is_exported(qwen, exported):
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(qwen), path)
     assert torch.equal(theirs(TOKENS).logits, model(TOKENS).logits)
     settings = json.loads(Path(path, "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == qwen and settings["r"] == 4 and settings["lora_alpha"] == 8
-    assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM" and settings["inference_mode"] is True
+    assert (
+        settings["base_model_name_or_path"] == qwen
+        and settings["r"] == 4
+        and settings["lora_alpha"] == 8
+    )
+    assert (
+        settings["peft_type"] == "LORA"
+        and settings["task_type"] == "CAUSAL_LM"
+        and settings["inference_mode"] is True
+    )
     keys = list(load_file(os.path.join(path, "adapter_model.safetensors")))
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in keys and len(keys) == 28
+    assert (
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in keys and len(keys) == 28
+    )
     assert tiny.tiny_tokenizer().get_vocab().items() <= load_tokenizer(path).get_vocab().items()
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_what_peft_exports_loads_here(qwen, tmp_path, rslora):
-    settings = peft.LoraConfig(r=5, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", use_rslora=rslora)
+    settings = peft.LoraConfig(
+        r=5,
+        lora_alpha=7,
+        target_modules=["q_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+        use_rslora=rslora,
+    )
     theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(qwen), settings)
     torch.manual_seed(0)
     for name, p in theirs.named_parameters():
@@ -208,17 +261,26 @@ def test_what_peft_exports_loads_here(qwen, tmp_path, rslora):
     with torch.no_grad():
         logits = theirs(TOKENS).logits
         merged = load_causal_lm(str(tmp_path / "a"))
-        assert (merged(TOKENS).logits - logits).abs().max() < 1e-5 and not any(".lora_" in n for n, _ in merged.named_parameters())
+        assert (merged(TOKENS).logits - logits).abs().max() < 1e-5 and not any(
+            ".lora_" in n for n, _ in merged.named_parameters()
+        )
         unmerged = load_causal_lm(str(tmp_path / "a"), merge=False)
         assert torch.equal(unmerged(TOKENS).logits, logits)
-    assert load_tokenizer(str(tmp_path / "a")).get_vocab() == load_tokenizer(qwen).get_vocab()  # the base's: it has none
+    assert (
+        load_tokenizer(str(tmp_path / "a")).get_vocab() == load_tokenizer(qwen).get_vocab()
+    )  # the base's: it has none
 
 
 def peft_adapter(base, folder, **settings):
     """An adapter that peft made, trained a little and wrote; returns its logits."""
-    settings = dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") | settings
+    settings = (
+        dict(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        | settings
+    )
     torch.manual_seed(1)
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings)
+    )
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if "lora_B" in name:
@@ -229,36 +291,61 @@ def peft_adapter(base, folder, **settings):
         return theirs(TOKENS).logits
 
 
-@pytest.mark.parametrize("settings", [
-    dict(init_lora_weights="pissa"), dict(init_lora_weights="olora"), dict(init_lora_weights="orthogonal"),
-    dict(init_lora_weights="gaussian", use_rslora=True), dict(use_dora=True), dict(rank_pattern={"down_proj": 2}),
-    dict(alpha_pattern={"q_proj": 20}), dict(layers_to_transform=[1]), dict(exclude_modules="model.layers.0.mlp.down_proj"),
-    dict(init_lora_weights="pissa", use_rslora=True)], ids=lambda s: ",".join(s) + "=" + str([*s.values()][0]))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(init_lora_weights="pissa"),
+        dict(init_lora_weights="olora"),
+        dict(init_lora_weights="orthogonal"),
+        dict(init_lora_weights="gaussian", use_rslora=True),
+        dict(use_dora=True),
+        dict(rank_pattern={"down_proj": 2}),
+        dict(alpha_pattern={"q_proj": 20}),
+        dict(layers_to_transform=[1]),
+        dict(exclude_modules="model.layers.0.mlp.down_proj"),
+        dict(init_lora_weights="pissa", use_rslora=True),
+    ],
+    ids=lambda s: ",".join(s) + "=" + str([*s.values()][0]),
+)
 def test_what_an_adapters_settings_say_is_honoured(qwen, tmp_path, settings):
     """Of pissa and olora the base weights are changed too, of DoRA the lengths of rows."""
     logits = peft_adapter(qwen, tmp_path / "a", **settings)
     path = tmp_path / "a" / "adapter_config.json"  # a later peft writes fields that are off
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"a_field_of_tomorrow": None, "another": False}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"a_field_of_tomorrow": None, "another": False})
+    )
     with torch.no_grad():
         for merge in (True, False):
             ours = load_causal_lm(str(tmp_path / "a"), merge=merge)(TOKENS).logits
             assert (ours - logits).abs().max() < 1e-4
     base = load_causal_lm(qwen)(TOKENS).logits
     assert (logits - base).abs().max() > 0.1
-    result = sft.main(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "m")))
+    result = sft.main(
+        sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "m"))
+    )
     assert result["gap"] < 1e-4 and result["same"] > 0.9
 
 
-@pytest.mark.parametrize("settings", [dict(init_lora_weights="pissa"), dict(use_dora=True), dict(alpha_pattern={"q_proj": 20})])
-def test_an_adapter_that_is_no_plain_product_is_merged_but_not_trained_further(qwen, tmp_path, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [dict(init_lora_weights="pissa"), dict(use_dora=True), dict(alpha_pattern={"q_proj": 20})],
+)
+def test_an_adapter_that_is_no_plain_product_is_merged_but_not_trained_further(
+    qwen, tmp_path, settings
+):
     peft_adapter(qwen, tmp_path / "a", **settings)
     with pytest.raises(ModelError, match=f"{[*settings][0]}=.* is not supported here.*stage=merge"):
-        load_causal_lm(str(tmp_path / "a"), lora=LoRAConfig(r=4, alpha=6, target="q_proj,down_proj"))
+        load_causal_lm(
+            str(tmp_path / "a"), lora=LoRAConfig(r=4, alpha=6, target="q_proj,down_proj")
+        )
 
 
 def test_merging_rounds_once(qwen, exported):
     """W + scaling B A in float32, then bfloat16: not a rounded sum of rounded parts."""
-    exact, half = (dict(load_causal_lm(exported[1], dtype).named_parameters()) for dtype in (torch.float32, torch.bfloat16))
+    exact, half = (
+        dict(load_causal_lm(exported[1], dtype).named_parameters())
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     assert all(torch.equal(exact[n].to(torch.bfloat16), half[n]) for n in exact)
 
 
@@ -274,35 +361,78 @@ def test_greedy_outputs_of_merged_and_unmerged_agree(qwen, exported, tmp_path):
         if dtype == torch.float32:
             assert (a - b).abs().max() < 1e-5
             assert greedy(stock) == greedy(unmerged) != greedy(load_causal_lm(qwen))
-        assert (a.argmax(-1) == b.argmax(-1))[MASK.bool()].double().mean() > 0.95 and (a - b).abs().mean() < 0.05
+        assert (a.argmax(-1) == b.argmax(-1))[MASK.bool()].double().mean() > 0.95 and (
+            a - b
+        ).abs().mean() < 0.05
 
 
 def test_merge_command(qwen, exported, tmp_path):
     for dtype in ("float32", "bfloat16"):
-        result = sft.main(sft.SFTConfig(stage="merge", model=exported[1], out=str(tmp_path / dtype), export_dtype=dtype))
-        assert result["base"] == qwen and result["gap"] < (1e-5 if dtype == "float32" else 0.05) and result["same"] > 0.9
-    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", output_loading_info=True)
-    assert not any(report.values()) and torch.allclose(stock(TOKENS).logits, exported[0](TOKENS).logits, atol=1e-5)
+        result = sft.main(
+            sft.SFTConfig(
+                stage="merge", model=exported[1], out=str(tmp_path / dtype), export_dtype=dtype
+            )
+        )
+        assert (
+            result["base"] == qwen
+            and result["gap"] < (1e-5 if dtype == "float32" else 0.05)
+            and result["same"] > 0.9
+        )
+    stock, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "float32", output_loading_info=True
+    )
+    assert not any(report.values()) and torch.allclose(
+        stock(TOKENS).logits, exported[0](TOKENS).logits, atol=1e-5
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "final").symlink_to(exported[1])
-    for cfg, message in ((dict(model=qwen, out=str(tmp_path / "x")), "no adapter's folder"),
-                         (dict(model=str(tmp_path / "run"), out=str(tmp_path / "x")), "the run's adapter is model=.*run/final"),
-                         (dict(model=exported[1], out=str(tmp_path / "float32")), "is there already")):
+    for cfg, message in (
+        (dict(model=qwen, out=str(tmp_path / "x")), "no adapter's folder"),
+        (
+            dict(model=str(tmp_path / "run"), out=str(tmp_path / "x")),
+            "the run's adapter is model=.*run/final",
+        ),
+        (dict(model=exported[1], out=str(tmp_path / "float32")), "is there already"),
+    ):
         with pytest.raises(config.ConfigError, match=message):
             sft.main(sft.SFTConfig(stage="merge", **cfg))
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(use_dora=True), "lora_magnitude_vector"), (dict(peft_type="LOHA"), "peft_type='LOHA'"),
-    (dict(base_model_name_or_path=None), "names no base_model"), (None, "is damaged"),
-    (dict(base_model_name_or_path="nowhere/at/all"), "the base model of .* at 'nowhere/at/all'"),
-    *[({key: value}, f"{key}={re.escape(repr(value))} is not supported") for key, value in (
-        ("modules_to_save", ["lm_head"]), ("bias", "all"), ("fan_in_fan_out", True), ("lora_bias", True),
-        ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", "loftq"), ("init_lora_weights", "corda"),
-        ("init_lora_weights", "lora_ga"), ("init_lora_weights", "of_tomorrow"), ("revision", "abc"),
-        ("loftq_config", {"loftq_bits": 4}), ("layer_replication", [[0, 1], [0, 1]]), ("target_parameters", ["x"]),
-        ("trainable_token_indices", [1]), ("alora_invocation_tokens", [1]), ("use_qalora", True),
-        ("a_field_of_tomorrow", 3))]])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(use_dora=True), "lora_magnitude_vector"),
+        (dict(peft_type="LOHA"), "peft_type='LOHA'"),
+        (dict(base_model_name_or_path=None), "names no base_model"),
+        (None, "is damaged"),
+        (
+            dict(base_model_name_or_path="nowhere/at/all"),
+            "the base model of .* at 'nowhere/at/all'",
+        ),
+        *[
+            ({key: value}, f"{key}={re.escape(repr(value))} is not supported")
+            for key, value in (
+                ("modules_to_save", ["lm_head"]),
+                ("bias", "all"),
+                ("fan_in_fan_out", True),
+                ("lora_bias", True),
+                ("init_lora_weights", "pissa_niter_4"),
+                ("init_lora_weights", "loftq"),
+                ("init_lora_weights", "corda"),
+                ("init_lora_weights", "lora_ga"),
+                ("init_lora_weights", "of_tomorrow"),
+                ("revision", "abc"),
+                ("loftq_config", {"loftq_bits": 4}),
+                ("layer_replication", [[0, 1], [0, 1]]),
+                ("target_parameters", ["x"]),
+                ("trainable_token_indices", [1]),
+                ("alora_invocation_tokens", [1]),
+                ("use_qalora", True),
+                ("a_field_of_tomorrow", 3),
+            )
+        ],
+    ],
+)
 def test_adapters_that_cannot_be_used(exported, tmp_path, change, message):
     folder = tmp_path / "a"
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
@@ -317,23 +447,44 @@ def test_an_adapter_of_another_model_or_shape(exported, tmp_path):
     folder = tmp_path / "a"
     subprocess.run(["cp", "-r", exported[1], str(folder)], check=True)
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "wide")}))
-    with pytest.raises(ModelError, match="weights do not fit .*wide .*; mend base_model_name_or_path"):
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "wide")}
+        )
+    )
+    with pytest.raises(
+        ModelError, match="weights do not fit .*wide .*; mend base_model_name_or_path"
+    ):
         load_causal_lm(str(folder))
     for lora in (LoRAConfig(r=8), LoRAConfig(r=4, alpha=4), LoRAConfig(r=4, target="q_proj")):
-        with pytest.raises(ModelError, match="is an adapter with r=4, alpha=8 on down_proj.*; lora asks for"):
+        with pytest.raises(
+            ModelError, match="is an adapter with r=4, alpha=8 on down_proj.*; lora asks for"
+        ):
             load_causal_lm(exported[1], lora=lora)
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds its weights there"):
         load_causal_lm(str(folder))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["lora.r=0"], "lora.r=0: it must be at least 1"), (["lora.r=4", "lora.dropout=1"], "below 1"), (["lora.r=4", "lora.alpha=0"], "lora.alpha=0"),
-    (["lora.r=4", "lora.target=nothing"], "lora.target='nothing'"), (["lora.r=4", "lora.target=lm_head"], "names the embeddings or the head")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["lora.r=0"], "lora.r=0: it must be at least 1"),
+        (["lora.r=4", "lora.dropout=1"], "below 1"),
+        (["lora.r=4", "lora.alpha=0"], "lora.alpha=0"),
+        (["lora.r=4", "lora.target=nothing"], "lora.target='nothing'"),
+        (["lora.r=4", "lora.target=lm_head"], "names the embeddings or the head"),
+    ],
+)
 def test_bad_settings(qwen, tmp_path, capsys, arguments, message):
     write_jsonl(str(tmp_path / "r.jsonl"), [record(i) for i in range(3)])
-    words = ["stage=train", f"model={qwen}", f"records={tmp_path / 'r.jsonl'}", f"out={tmp_path / 'o'}", *arguments]
+    words = [
+        "stage=train",
+        f"model={qwen}",
+        f"records={tmp_path / 'r.jsonl'}",
+        f"out={tmp_path / 'o'}",
+        *arguments,
+    ]
     status, err = exit_status(words, capsys, sft, sft.SFTConfig)
     assert status == 2 and message in err
 
@@ -366,6 +517,7 @@ def test_lora_py_works_copied_alone_into_an_empty_folder(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ engines
 
+
 def probe(engine):
     return engine.generate([TOKENS[0, :6].tolist()], Sampling(max_tokens=12, temperature=0.0))[0]
 
@@ -383,7 +535,9 @@ def test_a_thousand_syncs_leave_the_frozen_weights_as_they_were(qwen):
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters())
     assert all(torch.equal(value, first[n]) for n, value in distributed.full_parameters(model))
     merged = {n for n, v in first.items() if v.dtype == torch.float32}
-    assert len(merged) == 14 and all("proj" in n for n in merged)  # merged in float32, sent in the engine's dtype
+    assert len(merged) == 14 and all(
+        "proj" in n for n in merged
+    )  # merged in float32, sent in the engine's dtype
 
 
 def test_the_engine_follows_every_update(dist, qwen):
@@ -408,15 +562,34 @@ def test_the_engine_follows_every_update(dist, qwen):
 def test_an_engine_and_infer_take_an_adapters_folder(qwen, exported, tmp_path):
     model, path = exported
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"))
-    engines = [open_engine(EngineConfig(), f, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu")) for f in (path, str(tmp_path / "m"), qwen)]
-    assert probe(engines[0]).response_ids == probe(engines[1]).response_ids != probe(engines[2]).response_ids
-    empty = open_engine(EngineConfig(), path, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"), weights=False)
+    engines = [
+        open_engine(EngineConfig(), f, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"))
+        for f in (path, str(tmp_path / "m"), qwen)
+    ]
+    assert (
+        probe(engines[0]).response_ids
+        == probe(engines[1]).response_ids
+        != probe(engines[2]).response_ids
+    )
+    empty = open_engine(
+        EngineConfig(), path, tiny.tiny_tokenizer(), [2], 0, torch.device("cpu"), weights=False
+    )
     empty.sync_weights(distributed.full_parameters(model))
     assert probe(empty).response_ids == probe(engines[0]).response_ids
     turns = write_turns(tmp_path / "t.jsonl", {"q0": "who?"})
     for name, folder in (("a", path), ("b", str(tmp_path / "m"))):
-        infer.main(infer.InferConfig(model=folder, turns=turns, out=str(tmp_path / f"{name}.jsonl"), max_response_tokens=8))
-    rows = [[row["response"] for _, row in data.read_jsonl(str(tmp_path / f"{name}.jsonl"))] for name in "ab"]
+        infer.main(
+            infer.InferConfig(
+                model=folder,
+                turns=turns,
+                out=str(tmp_path / f"{name}.jsonl"),
+                max_response_tokens=8,
+            )
+        )
+    rows = [
+        [row["response"] for _, row in data.read_jsonl(str(tmp_path / f"{name}.jsonl"))]
+        for name in "ab"
+    ]
     assert rows[0] == rows[1]
     assert fingerprint(path) != fingerprint(qwen)
 
@@ -440,8 +613,17 @@ def test_vllm_gets_the_merged_weights(tmp_path):
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.05)
-    engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"),
-                         256, dtype=torch.bfloat16, weights=False)
+    engine = open_engine(
+        EngineConfig("vllm", gpu_memory=0.2),
+        str(tmp_path / "lm"),
+        tiny.tiny_tokenizer(),
+        [2],
+        0,
+        torch.device("cuda"),
+        256,
+        dtype=torch.bfloat16,
+        weights=False,
+    )
     engine.sync_weights(distributed.full_parameters(model))
     rollout = probe(engine)
     tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids], device="cuda")
@@ -450,7 +632,12 @@ def test_vllm_gets_the_merged_weights(tmp_path):
         with starting_weights(model):
             base = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
     engines = torch.tensor(rollout.logprobs)
-    assert (ours - engines).abs().mean() < 0.1 < 3 * (ours - engines).abs().mean() + 0.1 < (base - engines).abs().mean()
+    assert (
+        (ours - engines).abs().mean()
+        < 0.1
+        < 3 * (ours - engines).abs().mean() + 0.1
+        < (base - engines).abs().mean()
+    )
 
 
 @pytest.mark.gpu
@@ -459,7 +646,9 @@ def test_on_a_gpu_sharded_in_bfloat16(dist, tmp_path, compiled):
     """A bfloat16 base with float32 adapters under FSDP, layers compiled or not: it learns, the reference stays, the
     engine follows."""
     tiny.tiny_lm(tmp_path / "lm", hidden_size=128, intermediate_size=256)
-    model = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled).to("cuda")
+    model = load_causal_lm(
+        str(tmp_path / "lm"), torch.bfloat16, "cpu", lora=LORA, compiled=compiled
+    ).to("cuda")
     distributed.shard_model(model, dist, bf16=True, gather_once=True)
     base = load_causal_lm(str(tmp_path / "lm"), torch.bfloat16, "cuda")
     groups = (torch.full((4,), 3), torch.arange(4))
@@ -477,21 +666,44 @@ def test_on_a_gpu_sharded_in_bfloat16(dist, tmp_path, compiled):
         losses.append(float(loss.detach()))
         assert 0 < distributed.clip_grad_norm(model, 1.0) < float("inf")
         optimizer.step()
-    assert losses[-1] < losses[0] - 0.5 and {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert losses[-1] < losses[0] - 0.5 and {
+        p.dtype for p in model.parameters() if p.requires_grad
+    } == {torch.float32}
     with torch.no_grad(), starting_weights(model):
-        assert (token_logprobs(model, **inputs) - start).abs().mean() < 0.01  # not a weight of it has moved
+        assert (
+            token_logprobs(model, **inputs) - start
+        ).abs().mean() < 0.01  # not a weight of it has moved
     distributed.reshard(model)
-    engine = open_engine(EngineConfig(), str(tmp_path / "lm"), tiny.tiny_tokenizer(), [2], 0, torch.device("cuda"), 256, dtype=torch.bfloat16)
+    engine = open_engine(
+        EngineConfig(),
+        str(tmp_path / "lm"),
+        tiny.tiny_tokenizer(),
+        [2],
+        0,
+        torch.device("cuda"),
+        256,
+        dtype=torch.bfloat16,
+    )
     untrained = probe(engine)
     engine.sync_weights(distributed.full_parameters(model, torch.bfloat16))
     rollout = probe(engine)
     tokens = torch.tensor([rollout.prompt_ids + rollout.response_ids])
     with torch.no_grad():
         ours = token_logprobs(model, tokens, torch.ones_like(tokens))[0, 5:].cpu()
-    assert (ours - torch.tensor(rollout.logprobs)).abs().mean() < 0.15 and rollout.response_ids != untrained.response_ids
+    assert (
+        ours - torch.tensor(rollout.logprobs)
+    ).abs().mean() < 0.15 and rollout.response_ids != untrained.response_ids
     distributed.export_hf(model, tiny.tiny_tokenizer(), str(tmp_path / "m"), torch.bfloat16)
     distributed.export_adapter(model, tiny.tiny_tokenizer(), str(tmp_path / "a"))
-    result = sft.merge(sft.SFTConfig(stage="merge", model=str(tmp_path / "a"), out=str(tmp_path / "n"), export_dtype="bfloat16"), dist)
+    result = sft.merge(
+        sft.SFTConfig(
+            stage="merge",
+            model=str(tmp_path / "a"),
+            out=str(tmp_path / "n"),
+            export_dtype="bfloat16",
+        ),
+        dist,
+    )
     assert result["gap"] < 0.1 and result["same"] > 0.9
 
 
@@ -499,10 +711,15 @@ def test_on_a_gpu_sharded_in_bfloat16(dist, tmp_path, compiled):
 def test_grpo_run_from_an_adapter_on_a_gpu(world):
     grpo_run(world, "gpu", "sft", steps=3)
     steps = [row for row in rows_of(world, "gpu") if row["step"]]
-    assert abs(steps[0]["kl"]) < 1e-3 and steps[-1]["kl"] > steps[0]["kl"] and all(row["engine_gap"] < 0.3 for row in steps)
+    assert (
+        abs(steps[0]["kl"]) < 1e-3
+        and steps[-1]["kl"] > steps[0]["kl"]
+        and all(row["engine_gap"] < 0.3 for row in steps)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
+
 
 def test_one_process_fsdp_is_the_plain_model(dist, folder):
     (plain, a), (sharded, b) = trained(folder), trained(folder, shard=dist)
@@ -531,9 +748,19 @@ def test_the_reference_first_then_training(dist, qwen):
 
 def test_a_bfloat16_base_with_float32_adapters(dist, qwen):
     """As on a GPU: the base is frozen in bfloat16 and stays as it is, adapters and their gradients are float32."""
-    model = distributed.shard_model(load_causal_lm(qwen, torch.bfloat16, lora=LORA), dist, bf16=True)
-    frozen = {n: distributed.full_tensor(p.detach()).clone() for n, p in model.named_parameters() if not p.requires_grad}
-    assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {torch.float32} != {v.dtype for v in frozen.values()}
+    model = distributed.shard_model(
+        load_causal_lm(qwen, torch.bfloat16, lora=LORA), dist, bf16=True
+    )
+    frozen = {
+        n: distributed.full_tensor(p.detach()).clone()
+        for n, p in model.named_parameters()
+        if not p.requires_grad
+    }
+    assert (
+        {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
+        == {torch.float32}
+        != {v.dtype for v in frozen.values()}
+    )
     optimizer = make_optimizer(model, 0.01)
     first = float(loss_of(model).detach())
     loss_of(model).backward()
@@ -541,7 +768,11 @@ def test_a_bfloat16_base_with_float32_adapters(dist, qwen):
     optimizer.zero_grad()
     step(model, optimizer, 5)
     assert float(loss_of(model).detach()) < first - 0.2
-    assert all(torch.equal(distributed.full_tensor(p.detach()), frozen[n]) for n, p in distributed._named_parameters(model) if n in frozen)
+    assert all(
+        torch.equal(distributed.full_tensor(p.detach()), frozen[n])
+        for n, p in distributed._named_parameters(model)
+        if n in frozen
+    )
     full = load_causal_lm(qwen, torch.bfloat16)
     with starting_weights(model):
         assert (logprobs_of(model) - logprobs_of(full)).abs().max() < 1e-6
@@ -583,8 +814,22 @@ def two(tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     tiny.tiny_lm(out / "lm")
     (out / "worker.py").write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(out / "worker.py"), str(out)],
-                          capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(out / "worker.py"),
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out, torch.load(out / "two.pt")
 
@@ -600,10 +845,14 @@ def test_two_processes_take_the_steps_of_one(two, dist):
         optimizer.step()
     assert theirs["norms"] == pytest.approx(norms, rel=1e-4)
     ours = weights(model)
-    assert list(ours) == list(theirs["weights"]) and all(torch.allclose(ours[n], v, atol=2e-5) for n, v in theirs["weights"].items())
+    assert list(ours) == list(theirs["weights"]) and all(
+        torch.allclose(ours[n], v, atol=2e-5) for n, v in theirs["weights"].items()
+    )
     assert (theirs["after"] - logprobs_of(model)).abs().max() < 1e-3
     assert (theirs["base"] - logprobs_of(load_causal_lm(str(out / "lm")))).abs().max() < 1e-5
-    assert (logprobs_of(load_causal_lm(str(out / "adapter"))) - theirs["after"]).abs().max() < 1e-4  # exported whole
+    assert (
+        logprobs_of(load_causal_lm(str(out / "adapter"))) - theirs["after"]
+    ).abs().max() < 1e-4  # exported whole
 
 
 def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, dist):
@@ -615,11 +864,13 @@ def test_a_checkpoint_of_two_is_loaded_by_one_and_holds_the_adapter_alone(two, d
     assert all(torch.allclose(ours[n], v, atol=1e-7) for n, v in theirs["weights"].items())
     assert all(float(s["step"]) == 2 for s in optimizer.state.values())
     from torch.distributed.checkpoint import FileSystemReader
+
     names = FileSystemReader(str(out / "checkpoint_000002")).read_metadata().state_dict_metadata
     assert sum(n.startswith("model.") for n in names) == 28 and all(".lora_" in n for n in names)
 
 
 # ------------------------------------------------------------------------------------------------------------ whole runs
+
 
 @pytest.fixture
 def short_prompt(monkeypatch):
@@ -627,12 +878,25 @@ def short_prompt(monkeypatch):
 
 
 def sft_config(lm, records, output, **changes):
-    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=1e-2, sequences_per_step=3, micro_batch_tokens=600,
-                  heldout_fraction=0.25, save_every=1, lora=LoRAConfig(r=4, dropout=0.1))
+    values = dict(
+        stage="train",
+        model=lm,
+        records=records,
+        out=str(output),
+        epochs=2,
+        lr=1e-2,
+        sequences_per_step=3,
+        micro_batch_tokens=600,
+        heldout_fraction=0.25,
+        save_every=1,
+        lora=LoRAConfig(r=4, dropout=0.1),
+    )
     return sft.SFTConfig(**values | changes)
 
 
-def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(qwen, tmp_path, monkeypatch, short_prompt):
+def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(
+    qwen, tmp_path, monkeypatch, short_prompt
+):
     """Dropout and all: a crash behind step 3, then the same numbers and the same adapter."""
     path = str(tmp_path / "r.jsonl")
     write_jsonl(path, [record(i) for i in range(7)])
@@ -642,16 +906,35 @@ def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(qwen, tmp_path
         sft.main(sft_config(qwen, path, tmp_path / "run"))
     sft.main(sft_config(qwen, path, tmp_path / "run"))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    files = [(tmp_path / name / "final/adapter_model.safetensors").read_bytes() for name in ("run", "whole")]
-    assert files[0] == files[1] and whole["heldout_loss"] < metrics(tmp_path / "whole")[0]["heldout_loss"]
+    files = [
+        (tmp_path / name / "final/adapter_model.safetensors").read_bytes()
+        for name in ("run", "whole")
+    ]
+    assert (
+        files[0] == files[1]
+        and whole["heldout_loss"] < metrics(tmp_path / "whole")[0]["heldout_loss"]
+    )
     with pytest.raises(data.DataError, match="lora was .* and is .*overwrite=true"):
         sft.main(sft_config(qwen, path, tmp_path / "whole", lora=LORA))
     # from the adapter, without merging it: the held-out loss begins dist it ended
-    again = sft.main(sft_config(whole["model"], path, tmp_path / "again", epochs=1, seed=0))["train"]
-    assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-6)
-    assert json.loads(Path(again["model"], "adapter_config.json").read_text())["base_model_name_or_path"] == qwen
-    plain = sft.main(sft_config(whole["model"], path, tmp_path / "full", epochs=1, lora=LoRAConfig()))["train"]  # all weights, from the merged
-    assert metrics(tmp_path / "full")[0]["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-5)
+    again = sft.main(sft_config(whole["model"], path, tmp_path / "again", epochs=1, seed=0))[
+        "train"
+    ]
+    assert metrics(tmp_path / "again")[0]["heldout_loss"] == pytest.approx(
+        whole["heldout_loss"], rel=1e-6
+    )
+    assert (
+        json.loads(Path(again["model"], "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        == qwen
+    )
+    plain = sft.main(
+        sft_config(whole["model"], path, tmp_path / "full", epochs=1, lora=LoRAConfig())
+    )["train"]  # all weights, from the merged
+    assert metrics(tmp_path / "full")[0]["heldout_loss"] == pytest.approx(
+        whole["heldout_loss"], rel=1e-5
+    )
     assert Path(plain["model"], "model.safetensors").exists()
 
 
@@ -668,7 +951,9 @@ def world(tmp_path_factory):
     optimizer = make_optimizer(model, 5e-3)
     ids, mask = encode_example(tokenizer, [5], response_text("a", "alpha3"), 2)
     for _ in range(3):
-        logprobs = token_logprobs(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))
+        logprobs = token_logprobs(
+            model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)
+        )
         (-(logprobs * torch.tensor(mask)).sum() / sum(mask)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -677,9 +962,23 @@ def world(tmp_path_factory):
 
 
 def grpo_run(world, out, model, **changes):
-    cfg = grpo.GRPOConfig(model=str(world / model), train=str(world / "train.jsonl"), dev=str(world / "dev.jsonl"), out=str(world / out),
-                          prompts_per_step=4, group_size=4, max_response_tokens=64, micro_batch_tokens=256, steps=3, validate_every=2, save_every=1,
-                          lr=1e-2, warmup_steps=1, kl_coef=0.01, lora=LORA)
+    cfg = grpo.GRPOConfig(
+        model=str(world / model),
+        train=str(world / "train.jsonl"),
+        dev=str(world / "dev.jsonl"),
+        out=str(world / out),
+        prompts_per_step=4,
+        group_size=4,
+        max_response_tokens=64,
+        micro_batch_tokens=256,
+        steps=3,
+        validate_every=2,
+        save_every=1,
+        lr=1e-2,
+        warmup_steps=1,
+        kl_coef=0.01,
+        lora=LORA,
+    )
     cfg.retriever.kind, cfg.retriever.corpus = "bm25", str(world / "corpus.jsonl")
     for key, value in changes.items():
         setattr(cfg, key, value)
@@ -690,24 +989,42 @@ def grpo_run(world, out, model, **changes):
 
 
 def rows_of(world, out):
-    return [{k: v for k, v in row.items() if not k.startswith("seconds_")} for _, row in data.read_jsonl(str(world / out / "metrics.jsonl"))]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("seconds_")}
+        for _, row in data.read_jsonl(str(world / out / "metrics.jsonl"))
+    ]
 
 
 def test_rl_from_an_sft_adapter_has_that_adapter_as_its_reference(world):
     """KL at the first step is 0; to the bare base model it would not be.  The engine is the trained policy throughout."""
     result = grpo_run(world, "rl", "sft")
     steps = [row for row in rows_of(world, "rl") if row["step"]]
-    assert abs(steps[0]["kl"]) < 1e-4 and steps[0]["start_gap"] == pytest.approx(steps[0]["engine_gap"], abs=1e-6)
+    assert abs(steps[0]["kl"]) < 1e-4 and steps[0]["start_gap"] == pytest.approx(
+        steps[0]["engine_gap"], abs=1e-6
+    )
     assert steps[-1]["kl"] > 1e-3 and steps[-1]["start_gap"] > 10 * steps[-1]["engine_gap"]
     assert all(row["engine_gap"] < 1e-3 for row in steps)
-    base, start, final = (load_causal_lm(str(p)) for p in (world / "lm", world / "sft", result["final"]))
-    tokens = torch.tensor([encode_example(tiny.tiny_tokenizer(), [5], response_text("a", "alpha3"), 2)[0]])
+    base, start, final = (
+        load_causal_lm(str(p)) for p in (world / "lm", world / "sft", result["final"])
+    )
+    tokens = torch.tensor(
+        [encode_example(tiny.tiny_tokenizer(), [5], response_text("a", "alpha3"), 2)[0]]
+    )
     one = torch.ones_like(tokens)
-    assert (token_logprobs(base, tokens, one) - token_logprobs(start, tokens, one)).abs().mean() > 0.01
-    assert (token_logprobs(final, tokens, one) - token_logprobs(start, tokens, one)).abs().mean() > 0.01
+    assert (
+        token_logprobs(base, tokens, one) - token_logprobs(start, tokens, one)
+    ).abs().mean() > 0.01
+    assert (
+        token_logprobs(final, tokens, one) - token_logprobs(start, tokens, one)
+    ).abs().mean() > 0.01
     assert adapter_base(result["final"]) == str(world / "lm") == adapter_base(str(world / "sft"))
-    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "lm"), result["final"])
-    assert not any(".start." in key for key in load_file(os.path.join(result["final"], "adapter_model.safetensors")))
+    peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(world / "lm"), result["final"]
+    )
+    assert not any(
+        ".start." in key
+        for key in load_file(os.path.join(result["final"], "adapter_model.safetensors"))
+    )
 
 
 def test_grpo_run_from_a_plain_model_resumes_bit_for_bit(world):
@@ -717,9 +1034,15 @@ def test_grpo_run_from_a_plain_model_resumes_bit_for_bit(world):
     grpo_run(world, "parts", "lm", steps=4)
     whole, parts = rows_of(world, "whole"), rows_of(world, "parts")
     keys = ("reward", "kl", "loss", "grad_norm", "entropy", "engine_gap")
-    assert [[row[k] for k in keys] for row in whole if row["step"]] == [[row[k] for k in keys] for row in parts if row["step"]]
-    final = [load_file(world / name / "final/adapter_model.safetensors") for name in ("whole", "parts")]
-    assert all(torch.equal(final[0][k], final[1][k]) for k in final[0]) and any(v.any() for k, v in final[0].items() if "lora_B" in k)
+    assert [[row[k] for k in keys] for row in whole if row["step"]] == [
+        [row[k] for k in keys] for row in parts if row["step"]
+    ]
+    final = [
+        load_file(world / name / "final/adapter_model.safetensors") for name in ("whole", "parts")
+    ]
+    assert all(torch.equal(final[0][k], final[1][k]) for k in final[0]) and any(
+        v.any() for k, v in final[0].items() if "lora_B" in k
+    )
     assert abs(whole[1]["kl"]) < 1e-6 and whole[-1]["kl"] > 0  # the reference: its adapter off
 
 

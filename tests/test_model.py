@@ -8,27 +8,34 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from lora import adapter_dropout, add_adapter, LoRAConfig, ModelError
+
+from lora import LoRAConfig, ModelError, adapter_dropout, add_adapter
 from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer, prepare_causal_lm
 from packing import token_logprobs
-import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+KINDS = [
+    ("qwen2", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("qwen3", False),
+    ("llama", True),
+    ("llama", False),
+]
 LENGTHS = [9, 6, 2, 12]  # T + 1 of each sequence, before padding
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in KINDS])
+@pytest.fixture(
+    scope="module", params=KINDS, ids=[f"{k}-{'tied' if t else 'untied'}" for k, t in KINDS]
+)
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("lm")
     tiny.tiny_lm(path, *request.param, seed=3)
@@ -54,14 +61,21 @@ def pad(rows, side, fill=0):
     pads = [[0] * len(b) for b in blank]
     ones = [[1] * len(r) for r in rows]
     if side == "right":
-        return torch.tensor([r + b for r, b in zip(rows, blank)]), torch.tensor([o + p for o, p in zip(ones, pads)])
-    return torch.tensor([b + r for r, b in zip(rows, blank)]), torch.tensor([p + o for o, p in zip(ones, pads)])
+        return torch.tensor([r + b for r, b in zip(rows, blank)]), torch.tensor(
+            [o + p for o, p in zip(ones, pads)]
+        )
+    return torch.tensor([b + r for r, b in zip(rows, blank)]), torch.tensor(
+        [p + o for o, p in zip(ones, pads)]
+    )
 
 
 def real(values, rows, side):
     """The entries of (B, T) that predict a real token from a real one, a list a sequence."""
     width = values.shape[1]
-    return [v[:len(r) - 1] if side == "right" else v[width - len(r) + 1:] for v, r in zip(values, rows)]
+    return [
+        v[: len(r) - 1] if side == "right" else v[width - len(r) + 1 :]
+        for v, r in zip(values, rows)
+    ]
 
 
 def oracle(model, rows, temperature=1.0):
@@ -71,32 +85,46 @@ def oracle(model, rows, temperature=1.0):
         logits = model(input_ids=torch.tensor([row])).logits[0].detach() / temperature
         p = torch.log_softmax(logits, -1)
         logprobs.append([float(p[t, row[t + 1]]) for t in range(len(row) - 1)])
-        entropies.append([-sum(float(x) * math.exp(float(x)) for x in p[t]) for t in range(len(row) - 1)])
+        entropies.append(
+            [-sum(float(x) * math.exp(float(x)) for x in p[t]) for t in range(len(row) - 1)]
+        )
     return logprobs, entropies
 
 
 # ------------------------------------------------------------------------------------------------------ values
 
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_equals_the_float64_loop_on_either_padding(folder, temperature):
     rows = sequences()
-    logprobs, entropies = oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), rows, temperature)
+    logprobs, entropies = oracle(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), rows, temperature
+    )
     model = load_causal_lm(folder)
     for side in ("right", "left"):
         with torch.no_grad():
             got, entropy = token_logprobs(model, *pad(rows, side), temperature, with_entropy=True)
-        assert got.shape == entropy.shape == (len(rows), max(LENGTHS) - 1) and got.dtype == entropy.dtype == torch.float32
+        assert (
+            got.shape == entropy.shape == (len(rows), max(LENGTHS) - 1)
+            and got.dtype == entropy.dtype == torch.float32
+        )
         assert torch.isfinite(got).all() and torch.isfinite(entropy).all()
         for values, wanted in ((got, logprobs), (entropy, entropies)):
             for a, b in zip(real(values, rows, side), wanted):
-                torch.testing.assert_close(a.double(), torch.tensor(b, dtype=torch.float64), atol=2e-5, rtol=0)
-    assert min(map(min, entropies)) > 0.1 and max(map(max, logprobs)) - min(map(min, logprobs)) > 1  # the oracle is not flat
+                torch.testing.assert_close(
+                    a.double(), torch.tensor(b, dtype=torch.float64), atol=2e-5, rtol=0
+                )
+    assert (
+        min(map(min, entropies)) > 0.1 and max(map(max, logprobs)) - min(map(min, logprobs)) > 1
+    )  # the oracle is not flat
 
 
 def test_temperature_changes_the_result(qwen):
     model, batch = load_causal_lm(qwen), pad(sequences(), "right")
     with torch.no_grad():
-        assert (token_logprobs(model, *batch, 1.0) - token_logprobs(model, *batch, 0.7)).abs().max() > 0.1
+        assert (
+            token_logprobs(model, *batch, 1.0) - token_logprobs(model, *batch, 0.7)
+        ).abs().max() > 0.1
     for bad in (0, -1.0):
         with pytest.raises(ValueError, match="above 0"):
             token_logprobs(model, *batch, bad)
@@ -118,7 +146,12 @@ def test_padding_content_and_width_never_matter(folder, side):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_eos_inside_a_sequence_is_a_token_like_any_other(qwen, side):
     rows = sequences()
-    rows[1][2], rows[3][0], rows[3][-1], rows[0][5] = 2, 2, 2, 0  # eos and pad ids in the middle, and at both ends
+    rows[1][2], rows[3][0], rows[3][-1], rows[0][5] = (
+        2,
+        2,
+        2,
+        0,
+    )  # eos and pad ids in the middle, and at both ends
     wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float64).eval(), rows)
     with torch.no_grad():
         got = token_logprobs(load_causal_lm(qwen), *pad(rows, side, fill=2))
@@ -131,14 +164,20 @@ def test_positions_choose_where_the_head_runs(qwen, monkeypatch):
     keep = torch.zeros(4, 11, dtype=torch.bool)
     keep[0, 3:8] = keep[3, 10] = keep[3, 0] = True
     heads = []
-    model.get_output_embeddings().register_forward_hook(lambda m, args, out: heads.append(out.shape))
+    model.get_output_embeddings().register_forward_hook(
+        lambda m, args, out: heads.append(out.shape)
+    )
     with torch.no_grad():
         every, entropy = token_logprobs(model, tokens, mask, with_entropy=True)
         heads.clear()
         for positions in (keep, keep.long()):
-            some, some_entropy = token_logprobs(model, tokens, mask, positions=positions, with_entropy=True)
+            some, some_entropy = token_logprobs(
+                model, tokens, mask, positions=positions, with_entropy=True
+            )
             torch.testing.assert_close(some, torch.where(keep, every, 0.0), atol=1e-5, rtol=0)
-            torch.testing.assert_close(some_entropy, torch.where(keep, entropy, 0.0), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                some_entropy, torch.where(keep, entropy, 0.0), atol=1e-5, rtol=0
+            )
     assert sum(s[0] for s in heads) == 2 * int(keep.sum())
 
 
@@ -152,12 +191,21 @@ def test_one_predicted_position(qwen):
 
 # ------------------------------------------------------------------------------------------------------ gradients, memory
 
+
 def gradients(model, weights, tokens, mask, naive, positions=None):
     """Gradients of Σ weights · log-probabilities + entropies / 7, by token_logprobs or the plain way, by parameter name."""
     model.zero_grad()
     if naive:
         position_ids = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
-        logits = model(input_ids=tokens[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids, use_cache=False).logits / 0.7
+        logits = (
+            model(
+                input_ids=tokens[:, :-1],
+                attention_mask=mask[:, :-1],
+                position_ids=position_ids,
+                use_cache=False,
+            ).logits
+            / 0.7
+        )
         p = torch.log_softmax(logits.float(), -1)
         logprobs, entropy = p.gather(-1, tokens[:, 1:, None])[..., 0], -(p.exp() * p).sum(-1)
     else:
@@ -169,7 +217,13 @@ def gradients(model, weights, tokens, mask, naive, positions=None):
 def close(a, b, atol=2e-5):
     assert a.keys() == b.keys() and len(a) > 5
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol * max(1.0, float(b[name].abs().max())), rtol=0, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name],
+            b[name],
+            atol=atol * max(1.0, float(b[name].abs().max())),
+            rtol=0,
+            msg=lambda m: f"{name}: {m}",
+        )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -194,10 +248,14 @@ def test_chunks_change_nothing_and_bound_the_head(qwen, monkeypatch, chunk):
     with torch.no_grad():
         values = token_logprobs(model, tokens, mask)
     rows = []
-    model.get_output_embeddings().register_forward_hook(lambda m, args, out: rows.append(out.shape[:-1].numel()))
+    model.get_output_embeddings().register_forward_hook(
+        lambda m, args, out: rows.append(out.shape[:-1].numel())
+    )
     monkeypatch.setattr("packing.CHUNK_TOKENS", chunk)
     close(gradients(model, weights, tokens, mask, naive=False), whole)
-    assert max(rows) <= chunk and sum(rows) == 2 * 44  # once forward, once more in the backward pass
+    assert (
+        max(rows) <= chunk and sum(rows) == 2 * 44
+    )  # once forward, once more in the backward pass
     with torch.no_grad():
         torch.testing.assert_close(token_logprobs(model, tokens, mask), values, atol=1e-5, rtol=0)
 
@@ -212,11 +270,19 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(qwen, monkeypatch
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for value in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == 261 and value.shape != (32, 261):
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dim()
+                    and value.shape[-1] == 261
+                    and value.shape != (32, 261)
+                ):
                     largest.append(value.numel())
             return out
 
-    with Watch(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+    with (
+        Watch(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t),
+    ):
         logprobs, entropy = token_logprobs(model, tokens, mask, with_entropy=True)
         in_forward = list(saved)
         (logprobs + entropy).sum().backward()
@@ -239,7 +305,9 @@ def test_gradient_checkpointing_recomputes_the_layers_and_changes_nothing(folder
 
 def test_nothing_to_predict_still_has_a_backward_pass(qwen):
     model, (tokens, mask) = load_causal_lm(qwen), pad(sequences(), "right")
-    logprobs, entropy = token_logprobs(model, tokens, mask, positions=torch.zeros(4, 11), with_entropy=True)
+    logprobs, entropy = token_logprobs(
+        model, tokens, mask, positions=torch.zeros(4, 11), with_entropy=True
+    )
     assert logprobs.shape == (4, 11) and not logprobs.any() and not entropy.any()
     logprobs.sum().backward()
     grads = [p.grad for n, p in model.named_parameters() if "layers" in n]
@@ -257,7 +325,10 @@ def test_bool_mask_and_a_row_of_padding_alone(qwen):
     rows = sequences([6, 4])
     for side in ("right", "left"):
         tokens, mask = pad(rows, side)
-        tokens, mask = torch.cat([tokens, tokens[:1]]), torch.cat([mask, torch.zeros_like(mask[:1])])
+        tokens, mask = (
+            torch.cat([tokens, tokens[:1]]),
+            torch.cat([mask, torch.zeros_like(mask[:1])]),
+        )
         model = load_causal_lm(qwen)
         with torch.no_grad():
             alone = token_logprobs(model, *pad(rows, side))
@@ -271,9 +342,12 @@ def test_bool_mask_and_a_row_of_padding_alone(qwen):
 
 # ------------------------------------------------------------------------------------------------------ loading
 
+
 def test_dropout_is_forced_to_zero_in_training_mode_too(tmp_path):
     tiny.tiny_lm(tmp_path / "a", attention_dropout=0.5)
-    GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=64)).save_pretrained(tmp_path / "b")
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    ).save_pretrained(tmp_path / "b")
     for name in ("a", "b"):
         model = load_causal_lm(str(tmp_path / name))
         assert not model.training
@@ -285,9 +359,15 @@ def test_dropout_is_forced_to_zero_in_training_mode_too(tmp_path):
 
 def test_a_family_whose_body_has_another_name(tmp_path):
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=261, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2
+        )
+    ).save_pretrained(tmp_path)
     rows = sequences()
-    wanted, _ = oracle(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval(), rows)
+    wanted, _ = oracle(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval(), rows
+    )
     for side in ("right", "left"):
         with torch.no_grad():
             got = token_logprobs(load_causal_lm(str(tmp_path)), *pad(rows, side))
@@ -298,15 +378,25 @@ def test_a_family_whose_body_has_another_name(tmp_path):
 def test_dtype_and_tied_weights(folder):
     model = load_causal_lm(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
+    assert (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    ) == model.config.tie_word_embeddings
     with torch.no_grad():
         got = token_logprobs(model, *pad(sequences(), "right"))
         exact = token_logprobs(load_causal_lm(folder), *pad(sequences(), "right"))
     assert got.dtype == torch.float32 and 0 < (got - exact).abs().max() < 1.5
 
 
-@pytest.mark.parametrize("key, value, refused", [("final_logit_softcapping", 30.0, True), ("logit_scale", 0.5, True), ("logits_scaling", 8.0, True),
-                                                 ("final_logit_softcapping", None, False), ("logit_scale", 1.0, False)])
+@pytest.mark.parametrize(
+    "key, value, refused",
+    [
+        ("final_logit_softcapping", 30.0, True),
+        ("logit_scale", 0.5, True),
+        ("logits_scaling", 8.0, True),
+        ("final_logit_softcapping", None, False),
+        ("logit_scale", 1.0, False),
+    ],
+)
 def test_heads_that_bend_their_logits_are_refused(tmp_path, key, value, refused):
     tiny.tiny_lm(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -340,8 +430,19 @@ def damage(path: Path, how: str) -> None:
         save_file(state, weights, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("how", ["no config", "config cut", "unknown family", "other shapes", "no weights", "weights cut", "weights empty",
-                                 "a weight lost"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no config",
+        "config cut",
+        "unknown family",
+        "other shapes",
+        "no weights",
+        "weights cut",
+        "weights empty",
+        "a weight lost",
+    ],
+)
 def test_damaged_folders_are_an_error_that_names_them(qwen, tmp_path, how):
     shutil.copytree(qwen, tmp_path / "lm")
     load_causal_lm(str(tmp_path / "lm"))
@@ -363,12 +464,25 @@ def test_code_in_a_model_folder_never_runs(qwen, tmp_path, capfd, monkeypatch):
     torch.save({"a": Malicious()}, tmp_path / "pickle" / "pytorch_model.bin")
     shutil.copytree(qwen, tmp_path / "remote")
     (tmp_path / "remote" / "code.py").write_text("print('this has run')")
-    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", None]}
+    names = {
+        "AutoConfig": "code.C",
+        "AutoModelForCausalLM": "code.M",
+        "AutoTokenizer": ["code.T", None],
+    }
     for name in ("config.json", "tokenizer_config.json"):
         path = tmp_path / "remote" / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": names, "model_type": "not_known", "tokenizer_class": "T"}))
+        path.write_text(
+            json.dumps(
+                json.loads(path.read_text())
+                | {"auto_map": names, "model_type": "not_known", "tokenizer_class": "T"}
+            )
+        )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for folder, load in (("pickle", load_causal_lm), ("remote", load_causal_lm), ("remote", load_tokenizer)):
+    for folder, load in (
+        ("pickle", load_causal_lm),
+        ("remote", load_causal_lm),
+        ("remote", load_tokenizer),
+    ):
         with pytest.raises(ModelError, match=str(tmp_path / folder)) as error:
             load(str(tmp_path / folder))
         assert error.value.exit_status == 2 and "\n" not in str(error.value)
@@ -382,9 +496,15 @@ def test_everything_that_loads_a_folder_refuses_its_code():
         if path.parent.name == "tests":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "from_pretrained"
+            ):
                 owner = ast.unparse(node.func.value)
-                if owner.rpartition(".")[2].startswith("Auto") and "trust_remote_code=False" not in ast.unparse(node):
+                if owner.rpartition(".")[2].startswith(
+                    "Auto"
+                ) and "trust_remote_code=False" not in ast.unparse(node):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
 
@@ -401,13 +521,17 @@ def test_a_tokenizer_comes_from_files(tmp_path, kind):
         (tmp_path / name).unlink()
     with pytest.raises(ModelError, match="tokenizer") as error:
         load_tokenizer(str(tmp_path))
-    assert kind == "llama" or "has no tokenizer.json (nor vocab.json and merges.txt)" in str(error.value)
+    assert kind == "llama" or "has no tokenizer.json (nor vocab.json and merges.txt)" in str(
+        error.value
+    )
 
 
 def test_a_tokenizer_fits_the_models_embeddings(tmp_path):
     tiny.tiny_lm(tmp_path, vocab=261)
     tokenizer = tiny.tiny_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "<|late|>"})  # replaced by EOS where it has no embedding
+    tokenizer.add_special_tokens(
+        {"pad_token": "<|late|>"}
+    )  # replaced by EOS where it has no embedding
     tokenizer.save_pretrained(tmp_path)
     load_tokenizer(str(tmp_path))
     tokenizer.add_tokens(["word"])
@@ -433,18 +557,40 @@ def test_tokenizer_loads(qwen):
 
 # ------------------------------------------------------------------------------------------------------ optimizer, schedule
 
-@pytest.mark.parametrize("schedule, values", [
-    ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
-    ("cosine", [0.25, 0.5, 0.75, 1.0, 1.0, 0.5 + 0.5 * math.sqrt(0.5), 0.5, 0.5 - 0.5 * math.sqrt(0.5), 0.0])])
+
+@pytest.mark.parametrize(
+    "schedule, values",
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        (
+            "cosine",
+            [
+                0.25,
+                0.5,
+                0.75,
+                1.0,
+                1.0,
+                0.5 + 0.5 * math.sqrt(0.5),
+                0.5,
+                0.5 - 0.5 * math.sqrt(0.5),
+                0.0,
+            ],
+        ),
+    ],
+)
 def test_lr_at(schedule, values):
     for step, value in enumerate(values):  # 4 warm-up steps, 8 in all
         assert lr_at(step, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * value, abs=1e-12)
-    assert lr_at(100, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * values[-1], abs=1e-12)  # beyond the end it stays
+    assert lr_at(100, 2e-6, 4, 8, schedule) == pytest.approx(
+        2e-6 * values[-1], abs=1e-12
+    )  # beyond the end it stays
 
 
 def test_lr_edges():
-    assert lr_at(0, 1.0, 0, 5) == 1.0 and lr_at(0, 1.0, 1, 5) == 1.0  # no warm-up; the first step moves
+    assert (
+        lr_at(0, 1.0, 0, 5) == 1.0 and lr_at(0, 1.0, 1, 5) == 1.0
+    )  # no warm-up; the first step moves
     assert lr_at(2, 1.0, 10, 5, "cosine") == pytest.approx(0.3)  # a warm-up longer than the run
     assert 0 <= lr_at(5, 1.0, 5, 5, "linear") <= 1
     with pytest.raises(ValueError, match="cosin"):
@@ -456,13 +602,18 @@ def test_optimizer_step_is_adamw_by_hand(qwen):
     model.model.embed_tokens.weight.requires_grad_(False)
     optimizer = make_optimizer(model, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     p = model.model.norm.weight
-    before, grad = p.detach().clone().double(), torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    before, grad = (
+        p.detach().clone().double(),
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(0)),
+    )
     for q in model.parameters():
         q.grad = torch.zeros_like(q) if q.requires_grad else None
     p.grad = grad
     frozen = model.model.embed_tokens.weight.clone()
     optimizer.step()
-    wanted = before * (1 - 0.01 * 0.1) - 0.01 * torch.sign(grad.double()) / (1 + 1e-8 / grad.double().abs())  # first step: m̂/√v̂ = sign
+    wanted = before * (1 - 0.01 * 0.1) - 0.01 * torch.sign(grad.double()) / (
+        1 + 1e-8 / grad.double().abs()
+    )  # first step: m̂/√v̂ = sign
     torch.testing.assert_close(p.detach().double(), wanted, atol=1e-6, rtol=0)
     assert torch.equal(model.model.embed_tokens.weight, frozen)
 
@@ -478,15 +629,34 @@ def test_cuda_equals_cpu(folder):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind, more", [
-    ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}), ("mamba", {}), ("falcon_h1", {}),
-    ("minimax", {"num_local_experts": 2, "head_dim": 8}), ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    ("gpt_oss", {"num_local_experts": 2, "head_dim": 8}), ("gemma2", {"final_logit_softcapping": None}),
-    ("falcon", {"alibi": False}), ("bloom", {"n_layer": 2, "n_head": 4}), ("stablelm", {})])
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}),
+        ("mamba", {}),
+        ("falcon_h1", {}),
+        ("minimax", {"num_local_experts": 2, "head_dim": 8}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("gpt_oss", {"num_local_experts": 2, "head_dim": 8}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("falcon", {"alibi": False}),
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("stablelm", {}),
+    ],
+)
 def test_models_whose_layers_are_not_plain_attention_are_refused(kind, more):
     """Their state would leak from one packed sequence into the next, and be lost between an engine's steps."""
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, eos_token_id=2, pad_token_id=0, bos_token_id=1)
+    shape = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | more))
     with pytest.raises(ModelError, match="layers that are not plain attention"):

@@ -6,15 +6,26 @@ import random
 import threading
 
 import pytest
+import tiny
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+
 import packing
 from engines.base import Rollout
 from model import prepare_causal_lm
-from packing import (BLOCK, block_mask, choose_layout, key_copies, pack, packed_logprobs,
-                     share_prefixes, token_logprobs, unique_tokens, _varlen)
+from packing import (
+    BLOCK,
+    _varlen,
+    block_mask,
+    choose_layout,
+    key_copies,
+    pack,
+    packed_logprobs,
+    share_prefixes,
+    token_logprobs,
+    unique_tokens,
+)
 from rollout import collate_rollouts
-import tiny
 
 
 def batch_of(seed: int, groups: int, size: int, prompt: int, response: int, shared: int = 0):
@@ -22,10 +33,18 @@ def batch_of(seed: int, groups: int, size: int, prompt: int, response: int, shar
     rng = random.Random(seed)
     rollouts, begin = [], [rng.randrange(5, 200) for _ in range(shared)]
     for g in range(groups):
-        own = begin + [5 + g] * (g % 3 != 2 or not shared) + [rng.randrange(5, 200) for _ in range(rng.randrange(prompt + 1) * (g % 3 != 2))]
+        own = (
+            begin
+            + [5 + g] * (g % 3 != 2 or not shared)
+            + [rng.randrange(5, 200) for _ in range(rng.randrange(prompt + 1) * (g % 3 != 2))]
+        )
         for _ in range(size):
             n = rng.randrange(1, response + 1)
-            rollouts.append(Rollout(own, [rng.randrange(5, 200) for _ in range(n)], [-1.0] * n, [1] * n, g, "eos"))
+            rollouts.append(
+                Rollout(
+                    own, [rng.randrange(5, 200) for _ in range(n)], [-1.0] * n, [1] * n, g, "eos"
+                )
+            )
     rng.shuffle(rollouts)
     return collate_rollouts(rollouts, torch.zeros(len(rollouts)), 0)
 
@@ -34,8 +53,15 @@ def groups_of(batch):
     return batch.prompt_lengths, batch.group_ids
 
 
-SHAPES = [(0, 3, 4, 9, 9, 0), (1, 4, 3, 300, 40, 0), (2, 5, 3, 60, 200, 130), (3, 2, 8, 0, 300, 256), (4, 1, 1, 5, 5, 0),
-          (5, 6, 2, 128, 128, 128), (6, 3, 40, 20, 8, 40)]
+SHAPES = [
+    (0, 3, 4, 9, 9, 0),
+    (1, 4, 3, 300, 40, 0),
+    (2, 5, 3, 60, 200, 130),
+    (3, 2, 8, 0, 300, 256),
+    (4, 1, 1, 5, 5, 0),
+    (5, 6, 2, 128, 128, 128),
+    (6, 3, 40, 20, 8, 40),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,8 +77,12 @@ def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
     for name in ("kv", "full_kv", "q", "full_q"):
         counts, places = f"{name}_num_blocks", f"{name}_indices"
         assert torch.equal(getattr(ours, counts), getattr(theirs, counts)), name
-        for row, n in enumerate(getattr(ours, counts)[0, 0].tolist()):  # what stands behind the count is never read
-            assert sorted(getattr(ours, places)[0, 0, row, :n].tolist()) == sorted(getattr(theirs, places)[0, 0, row, :n].tolist())
+        for row, n in enumerate(
+            getattr(ours, counts)[0, 0].tolist()
+        ):  # what stands behind the count is never read
+            assert sorted(getattr(ours, places)[0, 0, row, :n].tolist()) == sorted(
+                getattr(theirs, places)[0, 0, row, :n].tolist()
+            )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -61,12 +91,17 @@ def test_every_layout_holds_each_predicting_token_at_its_position(shape):
     lengths = batch.attention_mask.sum(-1).tolist()
     shared = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
     inputs, source = _varlen(batch.tokens, [n - 1 for n in lengths])
-    for tokens, positions, source in [(shared.tokens, shared.position_ids, shared.state_index), (inputs["input_ids"], inputs["position_ids"], source)]:
+    for tokens, positions, source in [
+        (shared.tokens, shared.position_ids, shared.state_index),
+        (inputs["input_ids"], inputs["position_ids"], source),
+    ]:
         for b, n in enumerate(lengths):
-            assert torch.equal(tokens.flatten()[source[b, :n - 1]], batch.tokens[b, :n - 1])
-            assert positions.flatten()[source[b, :n - 1]].tolist() == list(range(n - 1))
+            assert torch.equal(tokens.flatten()[source[b, : n - 1]], batch.tokens[b, : n - 1])
+            assert positions.flatten()[source[b, : n - 1]].tolist() == list(range(n - 1))
     cuts = inputs["cu_seq_lens_q"].tolist()
-    assert [b - a for a, b in zip(cuts, cuts[1:])][:len(lengths)] == [n - 1 for n in lengths] and cuts[-1] == inputs["input_ids"].shape[1]
+    assert [b - a for a, b in zip(cuts, cuts[1:])][: len(lengths)] == [
+        n - 1 for n in lengths
+    ] and cuts[-1] == inputs["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
@@ -76,7 +111,14 @@ def test_flex_attention_gives_the_padded_log_probabilities(kind):
     for shape in SHAPES[:3]:
         batch = batch_of(*shape)
         with torch.no_grad():
-            packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch), "prefix_shared")
+            packed = pack(
+                model,
+                batch.tokens,
+                batch.attention_mask,
+                batch.loss_mask,
+                groups_of(batch),
+                "prefix_shared",
+            )
             a = packed_logprobs(model, packed, 0.7)
             b = token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
         assert (a - b).abs().max() < 3e-5
@@ -103,7 +145,9 @@ def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
 def test_unique_tokens_count_a_prompt_once():
     batch = batch_of(1, 3, 4, 9, 9)
     layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
-    assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int((layout.segment_ids >= 0).sum())
+    assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int(
+        (layout.segment_ids >= 0).sum()
+    )
 
 
 @pytest.mark.parametrize("share, recomputed", [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 4)])
@@ -115,7 +159,9 @@ def test_a_share_of_the_layers_is_recomputed_and_changes_nothing(share, recomput
         for layer in model.model.layers:
             layer.self_attn.register_forward_hook(lambda *a: calls.append(1))
         batch = batch_of(0, 2, 3, 9, 9)
-        token_logprobs(model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, groups=groups_of(batch)).sum().backward()
+        token_logprobs(
+            model, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask, groups=groups_of(batch)
+        ).sum().backward()
         results.append([p.grad for p in model.parameters()])
     assert len(calls) == 4 + recomputed
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -123,7 +169,14 @@ def test_a_share_of_the_layers_is_recomputed_and_changes_nothing(share, recomput
 
 def gradients(model, batch, layout, weights):
     """Log-probabilities and gradients of a weighted sum of them; layout None: padded."""
-    packed = pack(model, batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch) if layout else None, layout)
+    packed = pack(
+        model,
+        batch.tokens,
+        batch.attention_mask,
+        batch.loss_mask,
+        groups_of(batch) if layout else None,
+        layout,
+    )
     logprobs = packed_logprobs(model, packed, 0.7)
     model.zero_grad()
     (logprobs * weights).sum().backward()
@@ -135,9 +188,18 @@ def test_planning_takes_one_cpu_thread_and_gives_the_others_back(monkeypatch):
     torch.set_num_threads(2)
     try:
         share = share_prefixes
-        monkeypatch.setattr("packing.share_prefixes", lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1])
+        monkeypatch.setattr(
+            "packing.share_prefixes",
+            lambda *a: (seen.append(torch.get_num_threads()), share(*a))[1],
+        )
         batch = batch_of(0, 2, 3, 9, 9)
-        pack(prepare_causal_lm(tiny.tiny_lm()), batch.tokens, batch.attention_mask, batch.loss_mask, groups_of(batch))
+        pack(
+            prepare_causal_lm(tiny.tiny_lm()),
+            batch.tokens,
+            batch.attention_mask,
+            batch.loss_mask,
+            groups_of(batch),
+        )
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -148,8 +210,11 @@ def test_settings_of_the_compiler_hold_in_every_thread(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
-    read = packing.compile_function(lambda: seen.append((torch._functorch.config.activation_memory_budget,
-                                                         torch._dynamo.config.recompile_limit)))
+    read = packing.compile_function(
+        lambda: seen.append(
+            (torch._functorch.config.activation_memory_budget, torch._dynamo.config.recompile_limit)
+        )
+    )
     read()
     thread = threading.Thread(target=read)
     thread.start()
@@ -163,7 +228,9 @@ def test_with_nothing_to_predict_every_weight_has_a_gradient_of_zero(tied):
     model = prepare_causal_lm(tiny.tiny_lm(tied=tied))
     batch = batch_of(0, 2, 3, 9, 9)
     nothing = torch.zeros_like(batch.loss_mask)
-    logprobs = packed_logprobs(model, pack(model, batch.tokens, batch.attention_mask, nothing, groups_of(batch)))
+    logprobs = packed_logprobs(
+        model, pack(model, batch.tokens, batch.attention_mask, nothing, groups_of(batch))
+    )
     assert logprobs.shape == nothing.shape and not logprobs.any()
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -192,19 +259,34 @@ def test_packing_py_works_copied_alone_into_an_empty_folder(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind, heads", [("qwen2", {}), ("qwen2", {"num_attention_heads": 14, "hidden_size": 224}), ("llama", {}),
-                                         ("qwen3", {"head_dim": 32})])
+@pytest.mark.parametrize(
+    "kind, heads",
+    [
+        ("qwen2", {}),
+        ("qwen2", {"num_attention_heads": 14, "hidden_size": 224}),
+        ("llama", {}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+)
 def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled):
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "num_attention_heads": 8} | heads
     model = prepare_causal_lm(tiny.tiny_lm(kind=kind, **shape), compiled=compiled).cuda()
     for shape in SHAPES:
         batch = batch_of(*shape)
-        weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
-        (a, ga), (b, gb), (c, gc) = (gradients(model, batch, layout, weights) for layout in ("prefix_shared", "padded", None))
-        assert (a - c).abs().max() < 5e-4 and (b - c).abs().max() < 5e-4  # either is up to 1.3e-4 from float64 here
+        weights = torch.randn(
+            batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)
+        ).cuda()
+        (a, ga), (b, gb), (c, gc) = (
+            gradients(model, batch, layout, weights) for layout in ("prefix_shared", "padded", None)
+        )
+        assert (a - c).abs().max() < 5e-4 and (
+            b - c
+        ).abs().max() < 5e-4  # either is up to 1.3e-4 from float64 here
         for x, y, z in zip(ga, gb, gc):
-            assert (x - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5 and (y - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5
+            assert (x - z).abs().max() <= 1e-3 * z.abs().max() + 1e-5 and (
+                y - z
+            ).abs().max() <= 1e-3 * z.abs().max() + 1e-5
 
 
 @pytest.mark.gpu
@@ -214,10 +296,16 @@ def test_packed_bfloat16_on_a_gpu_is_as_near_to_float32_as_padded_bfloat16(layou
     torch._dynamo.reset()
     shape = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 4}
     exact = prepare_causal_lm(tiny.tiny_lm(**shape)).cuda()
-    model = prepare_causal_lm(tiny.tiny_lm(**shape), gradient_checkpointing=share, compiled=compiled).cuda().bfloat16()
+    model = (
+        prepare_causal_lm(tiny.tiny_lm(**shape), gradient_checkpointing=share, compiled=compiled)
+        .cuda()
+        .bfloat16()
+    )
     for shape in SHAPES[:4]:
         batch = batch_of(*shape)
-        weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)).cuda()
+        weights = torch.randn(
+            batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)
+        ).cuda()
         true, true_grads = gradients(exact, batch, None, weights)
         padded, padded_grads = gradients(model, batch, None, weights)
         ours, our_grads = gradients(model, batch, layout, weights)
