@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import math
 import os
+import random
 import subprocess
 import sys
 import weakref
@@ -14,8 +16,11 @@ import pytest
 import torch
 from tiny import tiny_lm, tiny_tokenizer
 import rollout as R
-from engines.base import EngineConfig, hf_name, Rollout, RolloutError, Sampling
-from engines.torch_engine import _fuse_norms, _KVCache, sample_tokens, TorchEngine
+from config import ConfigError
+from distributed import clean_name
+from engines.base import EngineConfig, Rollout, RolloutError, Sampling
+from engines.kv_cache import KVCache
+from engines.torch_engine import _fuse_norms, sample_tokens, TorchEngine
 from packing import token_logprobs
 from rollout import check_engine, collate_rollouts
 
@@ -219,6 +224,116 @@ def test_progress_reports_tokens_per_second():
     assert (
         calls[-1][:2] == (10, 10) and all(done <= total and rate > 0 for done, total, rate in calls) and len(calls) > 1
     )
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+
+def play(e, fresh, rounds, first=PROMPTS, shown=7, n=3, eos=(), **options):
+    """Several rounds of conversations on `e`, each compared with an engine that computes all anew.
+
+    After a round every response is followed by `shown` ids (fewer and more by turns); some end. Returns
+    the computed and the held prompt tokens of every round but the first.
+    """
+    draws, counts, prompts = random.Random(0), [], first
+    for number in range(rounds):
+        s = Sampling(n=1 if number else n, max_tokens=9, seed=number, **options)
+        got = e.generate(prompts, s)
+        counts.append((e.stats.prompt_tokens, e.stats.held_tokens))
+        whole = fresh().generate(prompts, s)
+        assert [(r.response_ids, r.end) for r in got] == [(r.response_ids, r.end) for r in whole]
+        for r, other in zip(got, whole):
+            assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        prompts = [
+            r.prompt_ids + r.response_ids + draws.choices(range(5, 200), k=1 + shown * i % 20)
+            for i, r in enumerate(got)
+            if (i + number) % 5
+        ]
+    return counts[1:]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_conversation_is_continued_as_if_it_were_computed_anew(kind, temperature):
+    """Rows move while others end, the cache grows from round to round, and new tokens are ragged."""
+    eos = range(100, 120)
+    fresh = functools.partial(engine, kind, eos=eos)
+    for steps in (1, 8):
+        e = fresh()
+        e.steps = steps
+        counts = play(e, fresh, 4, temperature=temperature)
+        assert all(held > 0 for _, held in counts)
+
+
+def test_only_new_tokens_of_a_conversation_are_computed():
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    a, b = e.generate(PROMPTS[:2], s)
+    prompts = [r.prompt_ids + r.response_ids + [30, 31, 32] for r in (a, b)]
+    again = e.generate([prompts[1], prompts[0]], s)  # in any order
+    # the newest sampled token was not stored: one and three of each are new
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (2 * 4, len(prompts[0]) + len(prompts[1]) - 2 * 4)
+    # an unlike prompt beside them is computed behind the same prefix; several samples are computed anew
+    more = [again[0].prompt_ids + again[0].response_ids + [40], [7, 8, 9, 60, 61]]
+    e.generate(more, s)
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (2 + 2, len(more[0]) - 2)
+    e.generate([more[0] + [50] * 9], Sampling(n=2, max_tokens=2))
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (len(more[0]) + 9, 0)
+
+
+def test_conversations_of_a_batch_that_is_full_are_continued_where_they_still_stand():
+    """More sequences than rows: later ones took the places of earlier ones."""
+    fresh = functools.partial(engine, max_batch=4)
+    counts = play(fresh(), fresh, 3, temperature=0)
+    assert all(held > 0 for _, held in counts)
+
+
+@pytest.mark.parametrize("change", ["sync", "sleep", "another call", "error"])
+def test_held_conversations_are_forgotten(change):
+    """By a sync (other weights), by a sleep (its memory is given back), by a call that continues none."""
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    got = e.generate(PROMPTS, s)
+    prompts = [r.prompt_ids + r.response_ids + [30] for r in got]
+    trained = tiny_lm(seed=9 if change == "sync" else 0)
+    if change == "sync":
+        e.sync_weights(trained.named_parameters())
+    elif change == "sleep":
+        e.sleep()
+        e.wake()
+    elif change == "error":
+        with pytest.raises(ZeroDivisionError):
+            e.generate(prompts, s, lambda *a: 1 / 0)
+    else:
+        e.generate([[9, 10, 11]], s)
+    after = e.generate(prompts, s)
+    assert e.stats.held_tokens == 0
+    assert texts(after) == texts(TorchEngine(trained, [], 0).generate(prompts, s))
+
+
+def test_a_caller_that_changes_its_rollouts_changes_nothing_held():
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    (r,) = e.generate(PROMPTS[:1], s)
+    prompt = r.prompt_ids + r.response_ids + [30]
+    r.response_ids[:3] = [50, 51, 52]
+    changed = r.prompt_ids + r.response_ids + [30]
+    assert texts(e.generate([changed], s)) == texts(engine(eos=()).generate([changed], s))
+    assert e.stats.held_tokens == 0
+    e.generate([r.prompt_ids], s)
+    e.generate([prompt], s)
+    assert e.stats.held_tokens == len(prompt) - 2
+
+
+def test_a_conversation_beside_one_of_logits_that_are_no_numbers():
+    e, s = engine(tied=False, eos=(), max_batch=2), Sampling(temperature=0, max_tokens=8)
+    first = e.generate([[9, 10], [11, 12, 13]], s)
+    prompts = [r.prompt_ids + r.response_ids for r in first]
+    bad = next(i for i in range(200, 261) if all(i not in p for p in prompts))
+    e.model.get_input_embeddings().weight.data[bad] = math.inf
+    got = e.generate([prompts[0] + [30], prompts[1] + [bad]], s)
+    assert [r.end for r in got] == ["length", "engine_error"] and e.stats.held_tokens > 0
+    prompts = [got[0].prompt_ids + got[0].response_ids + [31], prompts[1] + [32]]
+    alone = engine(tied=False, eos=()).generate(prompts, s)
+    assert texts(e.generate(prompts, s)) == texts(alone)
+    assert e.stats.held_tokens == len(prompts[0]) - 2
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -488,7 +603,7 @@ def test_syn_07_names():
         "module._fsdp_wrapped_module.model.norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     }
-    assert {n: hf_name(n) for n in names} == names
+    assert {n: clean_name(n) for n in names} == names
     e, trained = engine(), tiny_lm(seed=3)
     e.sync_weights((f"_orig_mod.base_model.model.{n}", p) for n, p in trained.named_parameters())
     assert torch.equal(e.model.model.norm.weight, trained.model.norm.weight)
@@ -618,7 +733,7 @@ def test_open_engine_with_and_without_the_folders_weights(tmp_path):
 )
 def test_engine_settings_that_cannot_work(field, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(RolloutError, match=message) as error:
+    with pytest.raises((RolloutError, ConfigError), match=message) as error:
         check_engine(EngineConfig(**field))
     assert error.value.exit_status == 2
 
@@ -721,9 +836,9 @@ def check_decode_kernel(device, dtypes):
 
 def test_a_cache_that_is_let_go_is_freed_at_once():
     """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
-    cache = _KVCache(2, 8, 8, torch.device("cpu"), fused=False)
-    cache.begin_prompts([0], [3], 4)
-    cache.begin_steps([1], [True], 2)
+    cache = KVCache(2, 8, 8, torch.device("cpu"), fused=False)
+    cache.begin_prompts([0], [0], [0], 4)
+    cache.begin_steps([1], [3], [True])
     gone = weakref.ref(cache)
     gc.disable()
     try:
