@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from official import cast21_source, cast_source, topiocqa_counts  # noqa: E402,F401  fixtures
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="module")
-def where():
+def dist():
     """This process as the only one of a group, on the CPU, on a machine with a GPU too."""
     import distributed
 
@@ -53,3 +55,7 @@ def where():
             patch.delenv(name, raising=False)
         yield distributed.setup()
         distributed.cleanup()
+
+@pytest.fixture(scope="module")
+def where(dist):
+    return dist
