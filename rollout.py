@@ -26,7 +26,7 @@ from packing import one_thread
 
 
 class EngineGap(RuntimeError):
-    """The engine's log-probabilities are not the trainer's: what it samples comes from another policy."""
+    """The engine's log-probabilities are not the trainer's: it samples from another policy."""
 
     exit_status = 3
 
@@ -68,8 +68,8 @@ def open_engine(
     """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
 
     `max_length`: tokens of a prompt and its response at most (None: as many as the model has
-    positions); `seed`: of draws without one of their own. Without `weights` only config.json is read:
-    the first `sync_weights` brings them. Of an adapter's folder an engine has the merged weights.
+    positions); `seed`: of draws without one of their own. Without `weights` only config.json is
+    read: the first `sync_weights` brings them. An adapter's folder means its merged weights.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder
@@ -105,22 +105,22 @@ def open_engine(
 def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
     """Raise EngineGap where the engine's and the trainer's log-probabilities differ too much.
 
-    mean, maximum: of |difference| in nats over a step's sampled tokens; limit: an engine's `gap_limit`,
-    on the mean. Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32; stale weights or a
-    stale prefix cache 0.9 and more.
+    mean, maximum: of |difference| in nats over a step's sampled tokens; limit: an engine's
+    `gap_limit`, on the mean. Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32; stale
+    weights or a stale prefix cache 0.9 and more.
     """
     if not mean <= limit:  # a NaN too
         raise EngineGap(
-            f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on average "
-            f"(at most {maximum:.4g}), the limit is {limit:.4g}: it samples from other weights or at "
-            "another temperature. Mend the weight sync; where its arithmetic is known to be coarser, "
-            "raise engine.gap_limit"
+            f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on "
+            f"average (at most {maximum:.4g}), the limit is {limit:.4g}: it samples from other "
+            "weights or at another temperature. Mend the weight sync; where its arithmetic is "
+            "known to be coarser, raise engine.gap_limit"
         )
 
 
 @dataclass
 class RolloutBatch:
-    """Rollouts as tensors, padded on the right; targets are shifted by one here and nowhere else."""
+    """Rollouts as tensors, padded on the right; targets are shifted by one here alone."""
 
     tokens: Tensor  # (B, T+1) int64, prompt then response
     attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens (pad may equal EOS)
@@ -155,11 +155,11 @@ class RolloutBatch:
 def collate_rollouts(
     rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int
 ) -> RolloutBatch:
-    """The training batch of B rollouts and their B advantages; RolloutError where lengths don't fit."""
+    """The batch of B rollouts and their B advantages; RolloutError where lengths don't fit."""
     if not rollouts or len(rollouts) != len(advantages):
         raise RolloutError(
-            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs at least one "
-            "rollout, and one advantage for each"
+            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs at least "
+            "one rollout, and one advantage for each"
         )
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
     tokens = torch.full((len(rollouts), width), pad_id, dtype=torch.int64)
@@ -170,8 +170,9 @@ def collate_rollouts(
         p, n = len(r.prompt_ids), len(r.response_ids)
         if p == 0 or len(r.logprobs) != n or len(r.loss_mask) != n:
             raise RolloutError(
-                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} log-probabilities, "
-                f"{len(r.loss_mask)} mask entries: the last three must agree, and a prompt is needed"
+                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} "
+                f"log-probabilities, {len(r.loss_mask)} mask entries: the last three must agree, "
+                "and a prompt is needed"
             )
         tokens[i, : p + n] = torch.tensor(r.prompt_ids + r.response_ids)
         attention_mask[i, : p + n] = 1

@@ -30,16 +30,29 @@ from rollout import collate_rollouts, open_engine
 
 def floor_seconds(args) -> dict[str, float] | None:
     """The least seconds of prompts and decode steps; None for a card without known bandwidth."""
-    config, size, rate = shapes.model_config(args.shape), shapes.parameters(args.shape), shapes.bandwidth()
+    config, size, rate = (
+        shapes.model_config(args.shape),
+        shapes.parameters(args.shape),
+        shapes.bandwidth(),
+    )
     if rate is None:
         return None
     rows = min(args.batch, args.prompts * args.n)
     waves = -(-args.prompts * args.n // rows)
     head = config.hidden_size // config.num_attention_heads
-    token = 4 * config.num_hidden_layers * config.num_key_value_heads * head  # bytes of its keys and values, bf16
-    step = max((2 * size + rows * token * (args.prompt_len + args.new / 2)) / rate, 2 * size * rows / shapes.BF16_FLOPS)
-    return {"prompts": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS, "decode_step": step,
-            "total": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS + waves * args.new * step}
+    token = (
+        4 * config.num_hidden_layers * config.num_key_value_heads * head
+    )  # bytes of its keys and values, bf16
+    step = max(
+        (2 * size + rows * token * (args.prompt_len + args.new / 2)) / rate,
+        2 * size * rows / shapes.BF16_FLOPS,
+    )
+    return {
+        "prompts": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS,
+        "decode_step": step,
+        "total": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS
+        + waves * args.new * step,
+    }
 
 
 def measure(engine, args, model) -> dict:
@@ -59,18 +72,28 @@ def measure(engine, args, model) -> dict:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     tokens, median = sum(len(r.response_ids) for r in rollouts), statistics.median(seconds[1:])
-    result = {"seconds": round(median, 3), "calls": [round(s, 3) for s in seconds],  # the first is left out
-              "tokens_per_second": round(tokens / median), "decode_steps": engine.stats.steps,
-              "ms_a_step": round(1000 * median / max(1, engine.stats.steps), 3),  # prompts included
-              "response_tokens": tokens / len(rollouts)}
+    result = {
+        "seconds": round(median, 3),
+        "calls": [round(s, 3) for s in seconds],  # the first is left out
+        "tokens_per_second": round(tokens / median),
+        "decode_steps": engine.stats.steps,
+        "ms_a_step": round(1000 * median / max(1, engine.stats.steps), 3),  # prompts included
+        "response_tokens": tokens / len(rollouts),
+    }
     if cuda:
         free, total = torch.cuda.mem_get_info()
-        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                   "card_used_gib": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
+        result |= {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "card_used_gib": round((total - free) / 2**30, 2),
+        }  # vLLM's pool is not torch's
     if args.temperature > 0 and args.top_p == 1:
-        batch = collate_rollouts(rollouts[:16], [0.0] * len(rollouts[:16]), shapes.WORDS).to(model.device)
+        batch = collate_rollouts(rollouts[:16], [0.0] * len(rollouts[:16]), shapes.WORDS).to(
+            model.device
+        )
         with torch.no_grad():
-            logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, args.temperature, batch.loss_mask)
+            logprobs = token_logprobs(
+                model, batch.tokens, batch.attention_mask, args.temperature, batch.loss_mask
+            )
         gap = (logprobs - batch.logprobs).abs()[batch.loss_mask.bool()]
         result |= {"gap_mean": round(float(gap.mean()), 5), "gap_max": round(float(gap.max()), 4)}
     return result
@@ -87,7 +110,11 @@ def main() -> None:
     p.add_argument("--temperature", type=float, default=0.7)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--calls", type=int, default=3, help="timed calls")
-    p.add_argument("--compiled", action="store_true", help="torch: also with torch.compile of the decoder layers")
+    p.add_argument(
+        "--compiled",
+        action="store_true",
+        help="torch: also with torch.compile of the decoder layers",
+    )
     p.add_argument("--eager", action="store_true", help="torch: also without CUDA graphs")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vllm: share of the card")
     args = p.parse_args()
@@ -103,13 +130,19 @@ def main() -> None:
     if args.eager:
         variants["torch_eager"] = {"graphs": False}
     floor = floor_seconds(args)
-    head = {k: getattr(args, k)
-            for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
-    head |= {"parameters": shapes.parameters(args.shape),
-             "floor_seconds": floor and {k: round(v, 5) for k, v in floor.items()}}
+    head = {
+        k: getattr(args, k)
+        for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")
+    }
+    head |= {
+        "parameters": shapes.parameters(args.shape),
+        "floor_seconds": floor and {k: round(v, 5) for k, v in floor.items()},
+    }
 
     def note(name: str, row: dict) -> None:
-        results[name] = row | ({"times_floor": round(row["seconds"] / floor["total"], 2)} if floor else {})
+        results[name] = row | (
+            {"times_floor": round(row["seconds"] / floor["total"], 2)} if floor else {}
+        )
         print(name, results[name], flush=True)
         shapes.report(head | {"engines": results}, args.out, final=False)
 
@@ -117,7 +150,13 @@ def main() -> None:
         started = time.perf_counter()
         own = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
         engine = TorchEngine(own, [], shapes.WORDS, None, args.batch, longest, **options)
-        note(name, {"start_seconds": round(time.perf_counter() - started, 2), **measure(engine, args, model)})
+        note(
+            name,
+            {
+                "start_seconds": round(time.perf_counter() - started, 2),
+                **measure(engine, args, model),
+            },
+        )
         del engine, own
         gc.collect()
         if device.type == "cuda":
@@ -125,9 +164,17 @@ def main() -> None:
     if "vllm" in kinds:
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            engine = open_engine(EngineConfig("vllm", args.batch, args.gpu_memory),
-                                 shapes.write_config_folder(args.shape, folder), None, [], shapes.WORDS, device,
-                                 longest, dtype=dtype, weights=False)
+            engine = open_engine(
+                EngineConfig("vllm", args.batch, args.gpu_memory),
+                shapes.write_config_folder(args.shape, folder),
+                None,
+                [],
+                shapes.WORDS,
+                device,
+                longest,
+                dtype=dtype,
+                weights=False,
+            )
             made = time.perf_counter() - started
             engine.sync_weights(model.named_parameters())
             note("vllm", {"start_seconds": round(made, 2), **measure(engine, args, model)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -86,7 +86,7 @@ class Rollout:
 
 @dataclass
 class GenerateStats:
-    """What the last `generate` did."""
+    """What `generate` did."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0  # computed: those that prompts share count once, held ones not at all
@@ -127,9 +127,15 @@ class Engine:
         # no window slides: sequences end before it does
         self.max_length = min((x for x in [*limits, max_length] if x), default=1 << 30)
         self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see rollout.check_engine_gap
-        self.stats = GenerateStats()
+        self.stats = GenerateStats()  # of the last call
+        self.total = GenerateStats()  # of all calls since the last weight sync
         self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
         self.asleep, self.unusable = False, ""  # unusable: why it can't sample before the next sync
+
+    def add_stats(self) -> None:
+        """Add the last call to the total."""
+        both = zip(astuple(self.total), astuple(self.stats))
+        self.total = GenerateStats(*(a + b for a, b in both))
 
     def check_requests(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]

@@ -74,7 +74,7 @@ def decode_attention(
     shared: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention of one new token a row; its key and value are stored at position at[row] of its slot.
+    """Attention of one new token a row; its key and value are stored at at[row] of its slot.
 
     q (R, H, 1, D), k, v (R, K, 1, D); slots: keys and values (≥ R, K, S, D), prefix: keys and
     values (K, ≥ P, D), all contiguous; at (≥ R,) int64: positions in use of each slot; runs (≥ R,)

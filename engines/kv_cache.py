@@ -7,12 +7,17 @@ heads, K key/value heads, D head size, W = H / K.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn, Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engines.base import RolloutError
+
+
+causal_attention = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
 class KVCache:
@@ -101,7 +106,7 @@ class KVCache:
     def attend_prefix(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         for stored, x in zip(self.prefix[layer], (k, v)):
             stored[:, : x.shape[2]] = x[0]
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return causal_attention(q, k, v, scale=scale)
 
     def attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         for slot, x in zip(self.slots[layer], (k, v)):
@@ -110,9 +115,7 @@ class KVCache:
             k, v = (slot[self.first, :, : self.end] for slot in self.slots[layer])
             v = v.masked_fill(self.unseen, 0)
         elif not self.prefix_length:
-            return scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
+            return causal_attention(q, k, v, scale=scale)
         k, v = (
             torch.cat([p[None, :, : self.prefix_length].expand(len(x), -1, -1, -1), x], dim=2)
             for p, x in zip(self.prefix[layer], (k, v))
@@ -136,9 +139,8 @@ class KVCache:
         q = q.view(rows, n_kv, heads // n_kv, d) * scale
         scores = (q @ k.transpose(2, 3)).masked_fill_(hidden, float("-inf"))  # (R, K, W, L)
         if not shared:
-            return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).view(
-                rows, heads, 1, -1
-            )
+            weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+            return (weights @ v).view(rows, heads, 1, -1)
         prefix_k, prefix_v = (x[:, :shared] for x in self.prefix[layer])  # (K, P, D)
         # all rows' queries against the one prefix: (K, R*W, D)
         folded = q.transpose(0, 1).reshape(n_kv, -1, d) @ prefix_k.transpose(1, 2)

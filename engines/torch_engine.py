@@ -28,7 +28,8 @@ from engines.base import checked_weights, Engine, GenerateStats, Rollout, Rollou
 from engines.base import Sampling, weight_names
 from engines.kv_cache import KVCache
 
-PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds its memory
+PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds its memory,
+PREFILL_KEYS = 1 << 17  # and so do the keys that continued conversations look at
 STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
 KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
@@ -42,7 +43,7 @@ def sample_tokens(
     uniform: Tensor,
     kinds: tuple[bool, bool, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: where the cumulative distribution passes `uniform`; greedy at temperature 0.
+    """Draw one token a row, where the cumulative distribution passes `uniform`; or the best one.
 
     logits (R, V) float32, temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,)
     int64, logprobs (R,) float32: log_softmax(logits / temperature) (temperature 1 for greedy rows),
@@ -55,9 +56,8 @@ def sample_tokens(
     if kinds is None:
         kinds = bool(greedy.any()), not bool(greedy.all()), bool(((top_p < 1) & ~greedy).any())
     some_greedy, some_drawn, some_nucleus = kinds
-    logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(
-        -1
-    )  # (R, V); one NaN makes a row NaN
+    # (R, V); one NaN makes a row NaN
+    logp = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
     if some_greedy:
         ids = logp.argmax(-1)
     if some_drawn:
@@ -73,7 +73,7 @@ def sample_tokens(
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """(R, V) weights, (R,) in [0, 1) → (R,) first index whose cumulative weight lies above uniform × total.
+    """(R, V) weights, (R,) → (R,) first index whose cumulative weight is above uniform × total.
 
     Two steps, blocks and then the tokens of one: a float64 cumulative sum over all of V costs more
     than two decoder layers.
@@ -89,7 +89,7 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, N) float64 weights → (R,) first index with a sum above uniform × total, how far into it."""
+    """(R, N) float64 → (R,) first index with a sum above uniform × total, how far into it."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -101,7 +101,7 @@ def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` among the fewest most probable tokens whose mass reaches top_p (at least one)."""
+    """`sample_tokens` among the fewest tokens whose mass reaches top_p (at least one)."""
     count = CANDIDATES
     while True:
         count = min(count, logprobs.shape[1])
@@ -145,10 +145,10 @@ Groups = list[tuple[tuple[int, ...], list[_Request]]]  # prompts, and the reques
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
-    `max_batch` rows run at the same time. On a GPU a decode step is replayed as a CUDA graph, for 8,
-    16, 32, … rows, and the host looks at what was sampled every STEPS steps; `graphs` False leaves
-    that out. `compiled`: the decoder layers of the graph go through torch.compile (some 20 s once;
-    fewer, larger kernels).
+    `max_batch` rows run at the same time. On a GPU a decode step is replayed as a CUDA graph, for
+    8, 16, 32, … rows, and the host looks at what was sampled every STEPS steps; `graphs` False
+    leaves that out. `compiled`: the decoder layers of the graph go through torch.compile (some 20 s
+    once; fewer, larger kernels).
     """
 
     def __init__(
@@ -228,6 +228,7 @@ class TorchEngine(Engine):
         finally:
             self.model.set_attn_implementation(implementation)
         report()
+        self.add_stats()
         return [r.rollout for r in requests]
 
     def _run(self, groups: Groups, report: Callable[[], None]) -> None:
@@ -333,7 +334,8 @@ class TorchEngine(Engine):
         logits, computed = [], []
         while taken:
             width = len(taken[0][0])
-            count = max(1, PREFILL_TOKENS // width)
+            keys = width + max(past for _, past, _, _ in taken)
+            count = max(1, min(PREFILL_TOKENS // width, PREFILL_KEYS // keys))
             new, past, first, parts = zip(*taken[:count])
             taken = taken[count:]
             rows = [r + i for r, requests in zip(first, parts) for i in range(len(requests))]
@@ -487,6 +489,7 @@ class TorchEngine(Engine):
         a sync succeeds. Held conversations, computed with the old weights, are forgotten.
         """
         self.unusable, started = self.HALF_COPIED, time.perf_counter()
+        self.total = GenerateStats()
         if self._cache:
             self._cache.forget()
         targets = self.model.state_dict()

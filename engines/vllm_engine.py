@@ -35,8 +35,8 @@ class VLLMEngine(Engine):
     prompts and gets its own rollouts. The model folder needs config.json and the tokenizer; weights
     are read from it where `weights` says so, else the first sync brings them.
 
-    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits, and so a response, may
-    differ a little with what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
+    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits, and so a response,
+    may differ with what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class VLLMEngine(Engine):
         self.stats.prompt_tokens = sum(map(len, own))
         self.stats.sampled_tokens = sum(len(r.response_ids) for r in rollouts)
         self.stats.seconds = time.perf_counter() - started
+        self.add_stats()
         if progress is not None:
             rate = self.stats.sampled_tokens / self.stats.seconds
             progress(len(rollouts), len(rollouts), rate)
@@ -176,8 +177,8 @@ class VLLMEngine(Engine):
             if idle > allowed:
                 engine.abort_request(list(waiting))
                 raise RolloutError(
-                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory may "
-                    "hold too few keys and values; raise engine.gpu_memory or lower engine.batch"
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: memory "
+                    "may hold too few keys and values; raise engine.gpu_memory or lower engine.batch"
                 )
         return results
 
@@ -220,7 +221,7 @@ class VLLMEngine(Engine):
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """As TorchEngine.sync_weights, streamed into vLLM; its prefix cache is reset."""
-        self.unusable = self.HALF_COPIED
+        self.unusable, self.total = self.HALF_COPIED, GenerateStats()
         times = [time.perf_counter()]
         if self.asleep and not self.holds_weights:
             torch.cuda.empty_cache()
@@ -241,7 +242,7 @@ class VLLMEngine(Engine):
         self.unusable = ""
 
     def sleep(self) -> None:
-        """Give the card's memory back for training: on a GPU the weights go too: sync afterwards."""
+        """Give the card's memory back for training; the weights go too: sync afterwards."""
         if not self.asleep and self.cuda:
             self.llm.sleep(level=2)
             self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
@@ -266,8 +267,8 @@ def check_vllm() -> str:
                 return version
             known = " to ".join(".".join(map(str, v)) for v in (VLLM_FROM, VLLM_TO))
             raise RolloutError(
-                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to work "
-                f"with {known} (tested: 0.26.0): install one of them, or use engine.kind=torch"
+                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to "
+                f"work with {known} (tested: 0.26.0): install one of them, or use engine.kind=torch"
             )
     raise RolloutError(
         "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use "
