@@ -1,14 +1,17 @@
-"""Sampling alone: tokens a second of the engines, on random weights of a named shape, beside the floor.
+"""Sampling alone: tokens a second of the engines, on random weights of a named shape, beside the
+floor.
 
     python bench/sampling.py --shape 3b --engines torch,vllm --prompts 16 --n 8
     python bench/sampling.py --shape 0.5b --engines torch --compiled --eager --top-p 0.9
 
-No response ends early: no id ends one.  The first call of an engine makes its graphs and is reported apart; the median
-of the others counts.  The engines are compared with each other on what they sampled: a pass of the model over it in the
-engine's dtype gives the mean and the largest difference of log-probabilities.
+No response ends early: no id ends one. The first call of an engine makes its graphs and is
+reported apart; the median of the others counts. The engines are compared with each other on what
+they sampled: a pass of the model over it in the engine's dtype gives the mean and the largest
+difference of log-probabilities.
 
-Floor, by the card's data sheet: one pass over each prompt (2 N FLOPs a token), then a decode step reads the weights and
-each row's keys and values so far (2 N + rows × kv bytes), or computes 2 N FLOPs a row where that takes longer.
+Floor, by the card's data sheet: one pass over each prompt (2 N FLOPs a token), then a decode step
+reads the weights and each row's keys and values so far (2 N + rows × kv bytes), or computes 2 N
+FLOPs a row where that takes longer.
 """
 
 from __future__ import annotations

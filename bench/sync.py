@@ -1,13 +1,16 @@
-"""Weight sync alone: from an FSDP policy (float32 masters) into the engine of the same process, by phase.
+"""Weight sync alone: from an FSDP policy (float32 masters) into the engine of the same process,
+by phase.
 
     python bench/sync.py --shape 3b --engine vllm
     torchrun --nproc-per-node 2 bench/sync.py --shape 3b --engine vllm
 
-Phases: `wake` (memory of the weights back), `weights` (stream of full tensors, prefix cache reset), `cache` (memory of
-keys and values back), `sleep`; `total` is what a training step waits for, the first three together.  The first round is
-left out; medians.  After the last one the engine's log-probabilities are compared with the policy's.
+Phases: `wake` (memory of the weights back), `weights` (stream of full tensors, prefix cache
+reset), `cache` (memory of keys and values back), `sleep`; `total` is what a training step waits
+for, the first three together. The first round is left out; medians. After the last one the
+engine's log-probabilities are compared with the policy's.
 
-Floor: the float32 masters are read and bf16 weights written once, 6 N bytes, at the card's data-sheet bandwidth.
+Floor: the float32 masters are read and bf16 weights written once, 6 N bytes, at the card's
+data-sheet bandwidth.
 """
 
 from __future__ import annotations

@@ -385,22 +385,22 @@ class TorchEngine(Engine):
         self.stats.steps += steps
 
     def _step(self, cache: KVCache, rows: int) -> Tensor:
-        """Logits (rows, V) behind the cache's newest tokens; with graphs captured and replayed."""
+        """Logits (rows, V) behind the cache's newest tokens."""
 
         def compute() -> Tensor:
             positions = cache.at[:rows] + cache.shared
             hidden = self._forward(cache.tokens[:rows, None], positions[:, None], cache)
             return self._logits(hidden[:, 0])
 
-        if not self.graphs:
-            return compute()
+        return self._replay(cache, rows, compute) if self.graphs else compute()
+
+    def _replay(self, cache: KVCache, rows: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` returns, by a graph for so many rows, captured at its first use."""
         if rows not in cache.graphs:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(
-                    2
-                ):  # what a first run sets up; it stores what the replay stores again
+                for _ in range(2):  # whatever a first run sets up; the replay stores the same again
                     compute()
             torch.cuda.current_stream().wait_stream(side)
             pool = next(iter(cache.graphs.values()))[0].pool() if cache.graphs else None

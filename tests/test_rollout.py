@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
@@ -70,7 +71,7 @@ def texts(rollouts):
     return [r.response_ids for r in rollouts]
 
 
-# -------------------------------------------------------------------------------------------------------------- parity
+# ---- parity
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -130,7 +131,7 @@ def test_the_callers_attention_is_put_back():
     )
 
 
-# ------------------------------------------------------------------------------------------ sharing, batches and order
+# ---- sharing, batches and order
 
 
 def test_shared_prefix_changes_nothing_and_is_computed_once():
@@ -225,14 +226,14 @@ def test_progress_reports_tokens_per_second():
     )
 
 
-# ------------------------------------------------------------------------------------------------------- conversations
+# ---- conversations
 
 
 def play(e, fresh, rounds, first=PROMPTS, shown=7, n=3, eos=(), **options):
     """Several rounds of conversations on `e`, each compared with an engine that computes all anew.
 
-    After a round every response is followed by `shown` ids (fewer and more by turns); some end. Returns
-    the computed and the held prompt tokens of every round but the first.
+    After a round every response is followed by `shown` ids (fewer and more by turns); some end.
+    Returns the computed and the held prompt tokens of every round but the first.
     """
     draws, counts, prompts = random.Random(0), [], first
     for number in range(rounds):
@@ -254,7 +255,8 @@ def play(e, fresh, rounds, first=PROMPTS, shown=7, n=3, eos=(), **options):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_conversation_is_continued_as_if_it_were_computed_anew(kind, temperature):
-    """Rows move while others end, the cache grows from round to round, and new tokens are ragged."""
+    """Rows move while others end, the cache grows from round to round, and new tokens are
+    ragged."""
     eos = range(100, 120)
     fresh = functools.partial(engine, kind, eos=eos)
     for steps in (1, 8):
@@ -274,7 +276,8 @@ def test_only_new_tokens_of_a_conversation_are_computed():
         2 * 4,
         len(prompts[0]) + len(prompts[1]) - 2 * 4,
     )
-    # an unlike prompt beside them is computed behind the same prefix; several samples are computed anew
+    # an unlike prompt beside them is computed behind the same prefix; several samples are
+    # computed anew
     more = [again[0].prompt_ids + again[0].response_ids + [40], [7, 8, 9, 60, 61]]
     e.generate(more, s)
     assert (e.stats.prompt_tokens, e.stats.held_tokens) == (2 + 2, len(more[0]) - 2)
@@ -295,7 +298,8 @@ def test_conversations_of_a_batch_that_is_full_are_continued_where_they_still_st
 
 @pytest.mark.parametrize("change", ["sync", "sleep", "another call", "error"])
 def test_held_conversations_are_forgotten(change):
-    """By a sync (other weights), by a sleep (its memory is given back), by a call that continues none."""
+    """By a sync (other weights), by a sleep (its memory is given back), by a call that continues
+    none."""
     e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
     got = e.generate(PROMPTS, s)
     prompts = [r.prompt_ids + r.response_ids + [30] for r in got]
@@ -342,7 +346,7 @@ def test_a_conversation_beside_one_of_logits_that_are_no_numbers():
     assert e.stats.held_tokens == len(prompts[0]) - 2
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ---- sampling
 
 
 def test_seeds_decide_the_draws_whatever_else_is_sampled():
@@ -441,7 +445,7 @@ def test_sampling_does_not_change_the_logits():
     assert torch.equal(logits, before)
 
 
-# ---------------------------------------------------------------------------------------------------------------- ends
+# ---- ends
 
 
 def test_every_eos_id_ends():
@@ -532,7 +536,7 @@ def test_engine_error_keeps_what_was_sampled():
     ) == first + 1
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# ---- bad input
 
 
 def test_an_over_long_prompt_is_refused_before_anything_runs():
@@ -606,7 +610,7 @@ def test_public_names_and_positions():
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- sync
+# ---- sync
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -697,7 +701,7 @@ def test_sleep_and_wake():
     assert texts(e.generate(PROMPTS, s)) == before
 
 
-# ------------------------------------------------------------------------------------------------------------- collate
+# ---- collate
 
 
 def test_collate_equals_a_slow_loop():
@@ -756,7 +760,7 @@ def test_collate_refuses_what_does_not_fit(rollouts, advantages):
         collate_rollouts(rollouts, advantages, 0)
 
 
-# ------------------------------------------------------------------------------------------- engines by configuration
+# ---- engines by configuration
 
 
 def test_open_engine_with_and_without_the_folders_weights(tmp_path):
@@ -819,7 +823,7 @@ def test_a_gap_of_stale_weights_ends_the_run():
                 R.check_engine_gap(float(gap.mean()), float(gap.max()), e.gap_limit)
 
 
-# --------------------------------------------------------------- what a GPU adds: steps in blocks, the kernel, graphs
+# ---- what a GPU adds: steps in blocks, the kernel, graphs
 
 
 def ragged(count=23):
@@ -834,7 +838,8 @@ def ragged(count=23):
 
 
 def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
-    """Responses end in the middle of a block, by EOS, stop string and length; draws stay those of their position."""
+    """Responses end in the middle of a block, by EOS, stop string and length; draws stay those of
+    their position."""
     tokenizer = tiny_tokenizer()
     one, eight = (engine(eos=range(100, 120), max_batch=6, tokenizer=tokenizer) for _ in range(2))
     eight.steps = 8
@@ -852,6 +857,64 @@ def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
         for r, other in zip(a, b):
             assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert {r.end for r in b} == {"eos", "stop", "length"}
+
+
+def plain_decode_attention(q, k, v, slots, prefix, at, runs, shared, scale):
+    """decode_attention as loops over rows, for a machine without Triton."""
+    out = torch.empty_like(q)
+    for r in range(len(q)):
+        n, p = (int(x) * int(runs[r]) for x in (at[r], shared))
+        for slot, x in zip(slots, (k, v)):
+            slot[r, :, at[r]] = x[r, :, 0]
+        keys, values = (
+            torch.cat([own[:, :p], slot[r, :, :n], x[r]], 1)[None]
+            for own, slot, x in zip(prefix, slots, (k, v))
+        )
+        out[r : r + 1] = torch.nn.functional.scaled_dot_product_attention(
+            q[r : r + 1], keys, values, scale=scale, enable_gqa=True
+        )
+    return out
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Engines that work as with CUDA graphs, on a CPU: row counts of 8, 16, …, one cache that
+    grows, steps of eight, the kernel's reading and writing. Only capture and replay are left
+    out."""
+    module = types.ModuleType("engines.decode_attention")
+    module.decode_attention = plain_decode_attention
+    monkeypatch.setitem(sys.modules, "engines.decode_attention", module)
+    monkeypatch.setattr(TorchEngine, "_replay", lambda self, cache, rows, compute: compute())
+
+    def make(kind="qwen2", tied=True, eos=(2,), max_batch=64, **options):
+        model = tiny_lm(kind=kind, tied=tied)
+        return TorchEngine(model, eos, 0, tiny_tokenizer(), max_batch, graphs=True, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("max_batch", [64, 16, 5])
+def test_padded_row_counts_and_a_lasting_cache_change_nothing(as_on_gpu, max_batch):
+    prompts, samplings = ragged()
+    e = as_on_gpu(eos=range(100, 120), max_batch=max_batch)
+    plain = engine(eos=range(100, 120), max_batch=max_batch, tokenizer=tiny_tokenizer())
+    sampled = Sampling(n=2, temperature=0.7, max_tokens=17, seed=3, stop=("a", "Q"))
+    for request in (samplings, sampled, Sampling(temperature=0, max_tokens=9)):
+        a, b = e.generate(prompts, request), plain.generate(prompts, request)
+        assert [(r.response_ids, r.end) for r in a] == [(r.response_ids, r.end) for r in b]
+        for r, other in zip(a, b):
+            assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        prompts = prompts[::-1][:15]
+        samplings = samplings[:15]
+
+
+@pytest.mark.parametrize("max_batch, n", [(64, 1), (64, 3), (4, 3)])
+def test_rows_that_have_ended_keep_what_they_hold(as_on_gpu, max_batch, n):
+    """While others go on in the same graph, and in the unused rows of the next one."""
+    fresh = functools.partial(engine, eos=range(100, 120), max_batch=max_batch)
+    e = as_on_gpu(eos=range(100, 120), max_batch=max_batch)
+    counts = play(e, fresh, 4, temperature=0.7, n=n)
+    assert all(held > 0 for _, held in counts)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -884,7 +947,8 @@ def test_decode_kernel_equals_softmax_in_tritons_interpreter():
 
 
 def check_decode_kernel(device, dtypes):
-    """decode_attention against softmax in float32; what lies beyond a row's length is NaN and must not matter."""
+    """decode_attention against softmax in float32; what lies beyond a row's length is NaN and
+    must not matter."""
     from engines.decode_attention import decode_attention
 
     torch.manual_seed(0)
@@ -947,7 +1011,8 @@ def check_decode_kernel(device, dtypes):
 
 
 def test_a_cache_that_is_let_go_is_freed_at_once():
-    """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
+    """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of
+    another one."""
     cache = KVCache(2, 8, 8, torch.device("cpu"), fused=False)
     cache.begin_prompts([0], [0], [0], 4)
     cache.begin_steps([1], [3], [True])
@@ -979,8 +1044,8 @@ def on_gpu(kind="qwen2", eos=(2,), max_batch=64, dtype=torch.float32, tied=True,
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_graphs_equal_eager_and_transformers(kind):
-    """float32: tokens are the same with CUDA graphs, without, and on a CPU, whatever leaves and joins; log-probabilities
-    are the trainer's."""
+    """float32: tokens are the same with CUDA graphs, without, and on a CPU, whatever leaves and
+    joins; log-probabilities are the trainer's."""
     prompts, samplings = ragged()
     graphs, eager = (on_gpu(kind, range(100, 120), graphs=g) for g in (True, False))
     for max_batch in (64, 16, 5):
@@ -1055,7 +1120,8 @@ def test_graphs_end_responses_like_eager():
 
 @pytest.mark.gpu
 def test_graphs_of_compiled_layers():
-    """bfloat16 and compiled, for several row counts: the trainer's log-probabilities up to rounding."""
+    """bfloat16 and compiled, for several row counts: the trainer's log-probabilities up to
+    rounding."""
     e = on_gpu(dtype=torch.bfloat16, compiled=True)
     for n in (1, 3, 12):
         rollouts = e.generate(PROMPTS, Sampling(n=n, temperature=0.7, max_tokens=20, seed=1))

