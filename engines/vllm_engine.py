@@ -62,7 +62,9 @@ class VLLMEngine(Engine):
         self.shapes, self.tied = weight_names(model)
         self.cuda = torch.cuda.is_available()
         self.holds_weights = True  # the memory for them; not while it sleeps, on a GPU
-        self.unusable = "" if weights else "the engine has no weights yet; sync_weights brings them"
+        self.unusable = (
+            "" if weights else "the engine has no weights so far; sync_weights brings them"
+        )
         joined, self.rank, self.group = dist.is_initialized(), 0, None
         if tensor_parallel > 1:
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -177,8 +179,9 @@ class VLLMEngine(Engine):
             if idle > allowed:
                 engine.abort_request(list(waiting))
                 raise RolloutError(
-                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: memory "
-                    "may hold too few keys and values; raise engine.gpu_memory or lower engine.batch"
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its "
+                    "memory may hold too few keys and values; raise engine.gpu_memory or lower "
+                    "engine.batch"
                 )
         return results
 
