@@ -67,13 +67,7 @@ class VLLMEngine(Engine):
         )
         joined, self.rank, self.group = dist.is_initialized(), 0, None
         if tensor_parallel > 1:
-            rank, world = dist.get_rank(), dist.get_world_size()
-            self.rank = rank % tensor_parallel
-            for first in range(0, world, tensor_parallel):  # every process makes every group
-                ranks = list(range(first, first + tensor_parallel))
-                group = dist.new_group(ranks, backend="gloo")
-                self.group = group if rank in ranks else self.group
-            seed += rank // tensor_parallel
+            seed += self._make_groups(tensor_parallel)
         with _vllm_environment(joined), _rng_kept():
             from vllm import LLM
 
@@ -101,6 +95,15 @@ class VLLMEngine(Engine):
                 disable_log_stats=True,
             )
             self.model = _vllm_model(self.llm)
+
+    def _make_groups(self, size: int) -> int:
+        """Make the groups of `size` neighbouring processes; returns the number of this one's."""
+        rank, self.rank = dist.get_rank(), dist.get_rank() % size
+        for first in range(0, dist.get_world_size(), size):  # every process makes every group
+            ranks = list(range(first, first + size))
+            group = dist.new_group(ranks, backend="gloo")
+            self.group = group if rank in ranks else self.group
+        return rank // size
 
     def _cache_bytes(self, config, rows: int, itemsize: float, share: float) -> int | None:
         """Bytes of keys and values for `rows` sequences of full length, `itemsize` a number; None
