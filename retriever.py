@@ -774,6 +774,11 @@ class DenseRetriever:
         self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
 
+    @property
+    def cut_queries(self) -> int:
+        """Queries that were cut to the encoder's query_length so far."""
+        return self.counts["truncated"]
+
     @cached_property
     def _order(self) -> Tensor:
         """(M,) the place of each id among all, on the device of the scores."""
@@ -932,8 +937,8 @@ class RetrieverConfig:
     """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
     b: float = 0.4
     """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
-    query_words: int = 1024
-    """BM25: words of a query that are used"""
+    query_words: int | None = None
+    """BM25: words of a query that are used; unset: all"""
     analyzer: Literal["lucene", "snowball"] = "lucene"
     """BM25: lucene agrees with Lucene and Anserini to the bit; snowball is bm25s' tokeniser with PyStemmer's English"""
     bm25_workers: int = 1
