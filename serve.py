@@ -211,7 +211,6 @@ class Service:
     def status(self) -> dict:
         """What is served, and how many requests, queries, calls of the retriever, refused and failed requests."""
         return {"kind": self.cfg.retriever.kind, "count": len(self.retriever.passage_ids), **self.counts,
-                "cut_queries": getattr(self.retriever, "cut_queries", 0),
                 "seconds": round(time.monotonic() - self.started, 1)}
 
     def close(self) -> dict:
