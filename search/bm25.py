@@ -459,12 +459,12 @@ class BM25Retriever:
         workers: int,
     ) -> None:
         meta = read_meta(folder)
-        if meta is None or meta.get("format") != FORMAT:
+        if meta is None:
             raise RetrieverError(
-                f"there is no BM25 index of format {FORMAT} at {folder}; build it with: python "
-                "retriever.py kind=bm25 corpus=FILE index="
-                f"{folder.parent if folder.name == 'bm25' else 'OUT'}"
+                f"there is no BM25 index at {folder}; build it with: python retriever.py kind=bm25 "
+                f"corpus=FILE index={folder.parent if folder.name == 'bm25' else 'OUT'}"
             )
+        check_same(folder, meta, {"format": FORMAT}, "Delete it and build it again.")
         way_out = "Give the value it was built with, or build another index."
         check_same(folder, meta, {"analyzer": analyzer}, way_out)
         try:
