@@ -42,7 +42,7 @@ from torch import nn, Tensor
 from config import run, save_config
 from data import located_lines, located_passages, Passage
 from distributed import cleanup, setup
-from runs import atomic_write, named, only_writer, Progress
+from runs import atomic_write, path_with_digest, only_writer, Progress
 from search.bm25 import BM25Retriever, build_postings
 from search.client import RemoteRetriever, RetrieverAway  # noqa: F401  both are this module's names, too
 from search.exact import exact_gold_ranks, exact_search, merge_best, place
@@ -59,7 +59,7 @@ def retriever_settings(r: RetrieverConfig) -> dict:
     files |= {f"index {kind}": r.index and os.path.join(r.index, kind) for kind in ("bm25", "dense")}
     free = ("corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout", "retries",
             "request_queries", "workers", "verify", "across_ranks", *(() if r.faiss else ("nprobe", "ef_search")))
-    return ({f"retriever.{key}": named(path) for key, path in files.items()}
+    return ({f"retriever.{key}": path_with_digest(path) for key, path in files.items()}
             | {f"retriever.{key}": value for key, value in asdict(r).items() if key not in free})
 
 
