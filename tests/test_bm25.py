@@ -460,11 +460,12 @@ def test_a_worker_process_hands_on_its_error_and_its_death():
         list(in_processes(die, [(2,)], 1))
 
 
-def test_sparse_search_runs_without_torch(tmp_path):
-    for name in ("bm25", "passages", "data"):
-        (tmp_path / f"{name}.py").write_bytes((ROOT / f"{name}.py").read_bytes())
-    code = ("import sys, bm25; from data import Passage\n"
-            "r = bm25.BM25Retriever([Passage('a', '', 'red fox'), Passage('b', '', 'blue fox')])\n"
+def test_sparse_search_and_the_client_copy_out_without_torch(tmp_path):
+    (tmp_path / "search").mkdir()
+    for name in ("data.py", "runs.py", "search/__init__.py", "search/bm25.py", "search/passages.py", "search/client.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    code = ("import sys, search.client; from data import Passage; from search.bm25 import BM25Retriever\n"
+            "r = BM25Retriever([Passage('a', '', 'red fox'), Passage('b', '', 'blue fox')])\n"
             "print(r.search(['red'], 3)[0][0][0], sorted({'torch', 'transformers', 'bm25s'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": ""})

@@ -505,12 +505,18 @@ def test_half_an_emoji_in_a_query_is_a_sign_like_any_other(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- dense index
 
-def test_empty_corpus_is_an_error_ret_02(tmp_path):
+def test_an_empty_corpus_and_an_id_that_stands_twice_are_named(tmp_path):
     tiny_encoder(tmp_path / "e")
-    parts = load_encoder(str(tmp_path / "e"))
-    for build in (lambda: BM25Retriever([]), lambda: build_index(tmp_path / "i", [], *parts)):
-        with pytest.raises(RetrieverError, match="no passages"):
-            build()
+    parts, path = load_encoder(str(tmp_path / "e")), tmp_path / "c.jsonl"
+    for build in (BM25Retriever, lambda corpus: build_index(tmp_path / "i", corpus, *parts)):
+        with pytest.raises(RetrieverError, match="the corpus has no passages"):
+            build([])
+        path.write_text("\n")
+        with pytest.raises(RetrieverError, match="c.jsonl has no passages"):
+            build(str(path))
+        write_corpus(path, [*passages(3), passages(3)[1]])
+        with pytest.raises(RetrieverError, match="c.jsonl:4: passage id 'p0001' occurs more than once .first in line 2"):
+            build(str(path))
 
 
 def test_index_roundtrip_and_refusals(tmp_path):
