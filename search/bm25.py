@@ -285,15 +285,14 @@ def word_key(word: str) -> int:
 
 
 def count(
-    corpus: Corpus, place: tuple[int, int], number: int, first: int, analyzer: str, folder: Path
+    corpus: Corpus, place: tuple | None, number: int, first: int, analyzer: str, folder: Path
 ) -> tuple[int, int]:
     """Write the postings of one shard to `folder` → (its words, its passages with a word).
 
-    The shard is `number` passages, from `place` (line, byte) of a file on, or all of a list; `first`
-    is the number of its first passage. Its arrays:
-    words (V,) uint64 keys, ascending; start (V + 1,) the postings start[v]:start[v + 1] are word
-    v's; passages (P,) int32 numbers, ascending for a word; codes (P,) which pair; pairs (C,) int64
-    word count << 32 | passage length.
+    The shard is `number` passages from `place` (line, byte) of a file on, or a list; `first` is the
+    number of the first one. Its arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's
+    postings are start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes
+    (P,) which pair; pairs (C,) int64 word count << 32 | passage length.
     """
     if isinstance(corpus, str):
         corpus = (passage for _, _, passage in islice(located_passages(corpus, place), number))
@@ -310,9 +309,7 @@ def count(
     both = rank[np.array(words, dtype=np.int64)] * number + np.repeat(np.arange(number), lengths)
     both, times = np.unique(both, return_counts=True)  # by word, then by passage
     word, row = np.divmod(both, number)
-    pairs, codes = np.unique(
-        times << 32 | make_analyzer(analyzer).lengths(lengths)[row], return_inverse=True
-    )
+    pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
     start = np.searchsorted(word, np.arange(len(keys) + 1))
     folder.mkdir()
     values = keys[order], start, (row + first).astype(np.int32), codes.astype(np.uint32), pairs
@@ -374,28 +371,24 @@ def build_postings(
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
         found = survey(corpus, temporary, lambda i: i % SHARD == 0)
-        firsts = range(0, found.count, SHARD)
-        folders = [temporary / f"shard-{first}" for first in firsts]
-        sizes = [min(SHARD, found.count - first) for first in firsts]
-        tasks = [
-            (corpus, place, n, first, analyzer, own)
-            if isinstance(corpus, str)
-            else (corpus[first : first + n], place, n, first, analyzer, own)
-            for place, n, first, own in zip(found.starts or sizes, sizes, firsts, folders)
-        ]
-        tokens = documents = 0
-        workers = min(workers, len(tasks))
+        tasks, from_file = [], isinstance(corpus, str)
+        for i, first in enumerate(range(0, found.count, SHARD)):
+            part = (corpus, found.starts[i]) if from_file else (corpus[first : first + SHARD], None)
+            size, own = min(SHARD, found.count - first), temporary / f"shard-{first}"
+            tasks.append((*part, size, first, analyzer, own))
+        workers, tokens, documents = min(workers, len(tasks)), 0, 0
         counted: Iterator = (count(*task) for task in tasks)
-        for n, shard in zip(
-            sizes, in_processes(count, tasks, workers, 1) if workers > 1 else counted
-        ):
-            tokens, documents = tokens + shard[0], documents + shard[1]
-            progress(n)
+        if workers > 1:
+            counted = in_processes(count, tasks, workers, ahead=1)
+        for task, (words, filled) in zip(tasks, counted):
+            tokens, documents = tokens + words, documents + filled
+            progress(task[2])
         if not documents:
             raise RetrieverError(
                 f"none of the {found.count} passages holds a word that can be indexed (only stop "
                 "words and signs); look at the corpus file"
             )
+        folders = [task[-1] for task in tasks]
         merge(folders, temporary)
         for own in folders:
             shutil.rmtree(own)
@@ -426,38 +419,25 @@ class BM25Retriever:
     ):
         """Index a corpus file, or data.Passage objects, for this process alone.
 
-        query_words: words (split at blanks) that are used of a query; None: all. `cut_queries` is
-        the number of queries that were cut.
+        query_words: words (split at blanks) used of a query; None: all. `cut_queries` counts.
         workers: threads that share the queries of one call
         """
-        with tempfile.TemporaryDirectory(prefix="bm25-") as folder:
-            build_postings(f"{folder}/bm25", passages, analyzer)
-            self._open(Path(folder, "bm25"), k1, b, query_words, analyzer, workers)
+        self.k1, self.b, self.query_words, self.workers = k1, b, query_words, workers
+        self.cut_queries, self._lock, self._local = 0, threading.Lock(), threading.local()
+        self._analyse = make_analyzer(analyzer)
+        if passages is not None:
+            with tempfile.TemporaryDirectory(prefix="bm25-") as folder:
+                build_postings(f"{folder}/bm25", passages, analyzer)
+                self._map(Path(folder, "bm25"))
 
     @classmethod
-    def open(
-        cls,
-        folder: str | os.PathLike,
-        k1: float = 0.9,
-        b: float = 0.4,
-        query_words: int | None = None,
-        analyzer: str = "lucene",
-        workers: int = 1,
-    ) -> BM25Retriever:
-        """A saved index, memory-mapped. RetrieverError: none, a damaged one, another analyzer."""
-        self = cls.__new__(cls)
-        self._open(Path(folder), k1, b, query_words, analyzer, workers)
+    def open(cls, folder: str | os.PathLike, *settings, **named) -> BM25Retriever:
+        """A saved index, memory-mapped; settings as above. RetrieverError: none, damaged, other."""
+        self = cls(None, *settings, **named)
+        self._map(Path(folder))
         return self
 
-    def _open(
-        self,
-        folder: Path,
-        k1: float,
-        b: float,
-        query_words: int | None,
-        analyzer: str,
-        workers: int,
-    ) -> None:
+    def _map(self, folder: Path) -> None:
         meta = read_meta(folder)
         if meta is None:
             raise RetrieverError(
@@ -466,7 +446,7 @@ class BM25Retriever:
             )
         check_same(folder, meta, {"format": FORMAT}, "Delete it and build it again.")
         way_out = "Give the value it was built with, or build another index."
-        check_same(folder, meta, {"analyzer": analyzer}, way_out)
+        check_same(folder, meta, {"analyzer": self._analyse.name}, way_out)
         try:
             self.passage_ids, arrays = read_ids(folder), _read_arrays(folder)
             postings = [int(arrays["start"][-1]), len(arrays["passages"]), len(arrays["codes"])]
@@ -476,9 +456,7 @@ class BM25Retriever:
             raise RetrieverError(
                 f"the BM25 index at {folder} is damaged ({e}); delete it and build it again"
             ) from e
-        self.arrays, self.meta, self._analyse = arrays, meta, make_analyzer(analyzer)
-        self.k1, self.b, self.query_words, self.workers = k1, b, query_words, workers
-        self.cut_queries, self._lock, self._local = 0, threading.Lock(), threading.local()
+        self.arrays, self.meta = arrays, meta
 
     # ------------------------------------------------------------------------------ one query
 
@@ -599,23 +577,20 @@ class BM25Retriever:
 
     # --------------------------------------------------------------------------- many queries
 
-    def _map(self, work: Callable, entries: Iterable[tuple], *shared) -> dict:
-        """`work` of every distinct entry, shared among the threads."""
-        once = list(dict.fromkeys(entries))
-        divisors = self._divisors()
-        if self.workers == 1:
-            return {entry: work(*entry, *shared, divisors) for entry in once}
+    def _answers(self, work: Callable, entries: list[tuple], number: int) -> list:
+        """`work` of every entry, of equal ones once, shared among the threads."""
         check_k(self.workers, "workers")
+        once, divisors = list(dict.fromkeys(entries)), self._divisors()
         with ThreadPoolExecutor(self.workers) as pool:
-            answers = pool.map(lambda entry: work(*entry, *shared, divisors), once)
-            return dict(zip(once, answers))
+            share = pool.map if self.workers > 1 else map
+            done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))
+        return [done[entry] for entry in entries]
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The k best passages of every query with a score above 0, best first, ties by id."""
         check_k(k)
         queries = [(query,) for query in self._cut(check_queries(queries))]
-        done = self._map(self._hits, queries, k)
-        return [list(done[query]) for query in queries]
+        return [list(hits) for hits in self._answers(self._hits, queries, k)]
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
@@ -625,8 +600,7 @@ class BM25Retriever:
         queries = self._cut(check_queries(queries))
         golds = gold_positions(self.passage_ids, queries, gold_ids)
         pairs = [(query, tuple(rows)) for query, rows in zip(queries, golds)]
-        done = self._map(self._rank, pairs, cutoff)
-        return [done[pair] for pair in pairs]
+        return self._answers(self._rank, pairs, cutoff)
 
 
 def _above(totals: np.ndarray, read: list[np.ndarray], least: float) -> np.ndarray:
