@@ -59,9 +59,9 @@ STOP_WORDS = frozenset(  # Lucene's EnglishAnalyzer
 )
 
 # Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9), keeping what holds a
-# letter, digit, ideograph or emoji. Its grammar has two forms here: over ASCII text itself, and over
-# a text's character classes, one letter a character (CLASSES). The word boundaries of the `regex`
-# module are of a newer Unicode (a colon inside a word parts it) and break Thai elsewhere.
+# letter, digit, ideograph or emoji. Its grammar has two forms here: over ASCII text itself, and
+# over a text's character classes, one letter a character (CLASSES). The word boundaries of the
+# `regex` module are of a newer Unicode (a colon inside a word parts it) and break Thai elsewhere.
 # Characters younger than Unicode 9 are words here and unknown to Lucene 9.
 ASCII_WORD = re.compile(
     r"(?<!_)_*[A-Za-z0-9]\w*"
@@ -88,7 +88,8 @@ def _class_pattern() -> re.Pattern:
 
 
 CLASS_WORD = _class_pattern()
-CLASSES = [  # the first that fits a character; properties as in Unicode 9 (WB: Word_Break, LB: Line_Break)
+# The first that fits a character; by Word_Break (WB), Line_Break (LB) and others, as in Unicode 9.
+CLASSES = [
     ("V", r"[\uFE0E\uFE0F]"),
     ("c", r"\u20E3"),
     ("Z", r"\p{WB=ZWJ}"),
@@ -133,16 +134,16 @@ _CLASSES = _Classes()
 # A piece between blanks with a character beyond ASCII.
 NON_ASCII = re.compile(r"(?<![^ ])([\x00-\x1F!-\x7F]*[^\x00-\x7F][^ ]*)")
 LONGEST = 255  # characters of a token; a longer one is cut into such pieces
-# What must stand in a window behind a piece for the piece to be settled: beyond marks, nothing looks
-# further ahead than a letter that joins words, a Hebrew letter and a quotation mark.
+# What must stand in a window behind a piece for the piece to be settled: beyond marks, nothing
+# looks further ahead than a letter that joins words, a Hebrew letter and a quotation mark.
 SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
 
 
 def _classes(text: str) -> str:
     """The class of every character, for CLASS_WORD.
 
-    A run of _ (and marks) that no word follows becomes -, a run of ZWJ that no emoji follows E: else
-    a search would run to the end of the run from each of its characters.
+    A run of _ (and marks) that no word follows becomes -, a run of ZWJ that no emoji follows E:
+    else a search would run to the end of the run from each of its characters.
     """
     classes = text.translate(_CLASSES)
     classes = re.sub(
@@ -464,8 +465,8 @@ class BM25Retriever:
         """(C,) float32: 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order of operations."""
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise RetrieverError(
-                f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1. The "
-                "usual values are 0.9 and 0.4 (QReCC 0.82 and 0.68)."
+                f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1. "
+                "The usual values are 0.9 and 0.4 (QReCC 0.82 and 0.68)."
             )
         k1, b, one = np.float32(self.k1), np.float32(self.b), np.float32(1)
         times, length = (self.arrays["pairs"] >> 32), (self.arrays["pairs"] & 0xFFFFFFFF)
@@ -485,7 +486,7 @@ class BM25Retriever:
         return [" ".join(w[: self.query_words]) for w in words]
 
     def _lists(self, query: str, divisors: np.ndarray) -> list[tuple]:
-        """(most it can add, passages, codes, gain of each code) of the query's words, rarest first."""
+        """(most it adds, passages, codes, gain of each code) of the query's words, rarest first."""
         arrays, lists = self.arrays, []
         for word, times in Counter(self._analyse(query)).items():
             key = np.uint64(word_key(word))

@@ -318,8 +318,8 @@ def check_corpus(folders: Iterable[Path], corpus: str | os.PathLike, verify: boo
     for folder, meta in doubtful.items():
         if found != meta["corpus"]:
             raise RetrieverError(
-                f"the index at {folder} was not built from {corpus} as it is; build the index again "
-                "from this corpus, in a new folder, or give the file it was built from"
+                f"the index at {folder} was not built from {corpus} as it is; build the index "
+                "again from this corpus, in a new folder, or give the file it was built from"
             )
 
 

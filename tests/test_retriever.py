@@ -33,6 +33,7 @@ from retriever import (ANCE, build_index, DenseRetriever, encode, Encoder, Index
 from runs import only_writer
 from search.bm25 import BM25Retriever
 from search.exact import exact_gold_ranks, exact_search, FAILED
+from search.faiss_index import FaissIndex
 from search.fusion import HybridRetriever, rrf
 from search.passages import PassageIds, read_ids, RetrieverError, write_ids
 from tiny import tiny_encoder
@@ -787,6 +788,14 @@ def test_faiss_misses_are_no_passages():
                                                        np.array([[1, 0, -1]] * len(q))))
     assert dense.search(["0"], 3) == [[("a", 6.0), ("b", 6.0)]]
     assert dense.gold_ranks(["0", "0", "0"], [["a"], ["d"], ["b", "a"]]) == [2, None, 1]
+
+
+def test_a_list_too_long_for_faiss_on_a_gpu_comes_from_the_cpu():
+    index = FaissIndex.__new__(FaissIndex)
+    index.count = 5000
+    index._index, index._on_cpu = (SimpleNamespace(search=lambda q, k, name=name: (name, k)) for name in ("gpu", "cpu"))
+    assert index.search(np.zeros((1, 2)), 2048) == ("gpu", 2048) and index.search(np.zeros((1, 2)), 2049) == ("cpu", 2049)
+    assert index.search(np.zeros((1, 2)), 9999) == ("cpu", 5000)
 
 
 def test_two_builders_do_not_share_a_folder(tmp_path):
