@@ -35,7 +35,9 @@ CPU_BLOCK, GPU_BLOCK = (
 def _padded(matrix: Tensor, multiple: int) -> Tensor:
     """Rows of zeros below, up to a multiple. At a ragged edge BLAS kernels use other instructions,
     which round differently; on whole tiles equal vectors get bit-equal scores wherever they
-    stand.""" return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
+    stand.
+    """
+    return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
 
 
 def block_rows(queries: Tensor) -> int:
@@ -280,7 +282,7 @@ def _count_by_kernel(
 
 
 def _own_scores(queries: Tensor, shards: Sequence, pair_query: Tensor, pair_row: Tensor) -> Tensor:
-    """(P,) scores of pairs of a query and a passage: the kernel's, or by products with the golds."""
+    """(P,) scores of pairs of a query and a passage: the kernel's, or of products with them."""
     if len(pair_row) and (kernel := _kernel(queries, shards)):
         return kernel.own_scores(queries.half()[pair_query], shards[0][pair_row])
     out, step = queries.new_empty(len(pair_row)), block_rows(queries)
