@@ -40,7 +40,7 @@ from config import run  # noqa: E402
 from data import read_corpus, read_jsonl  # noqa: E402
 from runs import atomic_write  # noqa: E402
 from scoring.ranking import evaluate_run, read_qrels  # noqa: E402
-from search.bm25 import BM25Retriever, build_postings, make_analyzer  # noqa: E402
+from search.bm25 import BM25Retriever, build_postings, make_analyzer, word_key  # noqa: E402
 
 
 @dataclass
@@ -239,29 +239,29 @@ def build(cfg: BenchConfig, work: Path) -> dict:
     seconds, used = time.perf_counter() - began, [resource.getrusage(w) for w in
                                                   (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     retriever = BM25Retriever.open(work / "ours")
-    index = retriever._index
+    index = retriever.arrays
     sizes = {p.name: p.stat().st_size for p in (work / "ours").iterdir()}
     return {"seconds": round(seconds, 1), "cpu_seconds": round(sum(u.ru_utime + u.ru_stime for u in used), 1),
             "peak_rss_bytes_of_the_builder": used[0].ru_maxrss * 1024,
             "peak_rss_bytes_of_a_worker": used[1].ru_maxrss * 1024,
             "bytes": sum(sizes.values()), "bytes_a_passage": round(sum(sizes.values()) / cfg.passages, 1),
-            "postings": int(index.start[-1]), "words": len(index.words), "tokens": index.tokens,
-            "pairs": len(index.pairs), "bytes_of_files": sizes}
+            "postings": int(index["start"][-1]), "words": len(index["words"]), "tokens": retriever.meta["tokens"],
+            "pairs": len(index["pairs"]), "bytes_of_files": sizes}
 
 
 def give_to_bm25s(cfg: BenchConfig, work: Path) -> dict:
     """Our postings as a bm25s index; and bm25s' own build, of a fortieth of the corpus, as it holds all of it."""
     import bm25s
     retriever = BM25Retriever.open(work / "ours", 0.9, 0.4)
-    index, divisors = retriever._index, retriever._divisors()
-    sizes = np.diff(index.start)
-    idf = np.log(1 + (index.documents - sizes + 0.5) / (sizes + 0.5)).astype(np.float32)
-    scores = np.repeat(idf, sizes) * (1 - 1 / divisors[index.codes])
+    index, divisors, documents = retriever.arrays, retriever._divisors(), retriever.meta["documents"]
+    sizes = np.diff(index["start"])
+    idf = np.log(1 + (documents - sizes + 0.5) / (sizes + 0.5)).astype(np.float32)
+    scores = np.repeat(idf, sizes) * (1 - 1 / divisors[index["codes"]])
     own = bm25s.BM25(k1=0.9, b=0.4, method="lucene")
-    own.scores = {"data": scores, "indices": np.asarray(index.passages), "indptr": np.asarray(index.start),
+    own.scores = {"data": scores, "indices": np.asarray(index["passages"]), "indptr": np.asarray(index["start"]),
                   "num_docs": len(retriever.passage_ids)}
-    own.vocab_dict, own.nonoccurrence_array = {str(i): i for i in range(len(index.words))}, None
-    own.unique_token_ids_set = set(range(len(index.words)))
+    own.vocab_dict, own.nonoccurrence_array = {str(i): i for i in range(len(index["words"]))}, None
+    own.unique_token_ids_set = set(range(len(index["words"])))
     own.save(work / "bm25s", show_progress=False)
     del own, scores
     part = [p.contents for p, _ in zip(read_corpus(str(work / "source" / "corpus.jsonl")), range(cfg.passages // 40))]
@@ -309,7 +309,9 @@ def scale(cfg: BenchConfig, work: Path) -> dict:
     pairs = pairs[:cfg.queries]
     queries, golds = [q for q, _ in pairs], [g for _, g in pairs]
     import bm25s
-    words = [[number for number, times in ours._words(query) for _ in range(times)] for query in queries]
+    index = ours.arrays
+    keys = [np.array([word_key(word) for word in make_analyzer("lucene")(query)], np.uint64) for query in queries]
+    words = [index["words"].searchsorted(own[np.isin(own, index["words"])]).tolist() for own in keys]
     engines: dict[str, tuple[Callable, int]] = {  # call, queries of a call
         "ours top-100": (lambda: ours.search(queries, 100), len(queries)),
         "ours gold rank": (lambda: ours.gold_ranks(queries, golds), len(queries))}
@@ -341,7 +343,7 @@ def scale(cfg: BenchConfig, work: Path) -> dict:
     in_lists = [next((i for i, (id_, _) in enumerate(h, 1) if id_ in g), None) for h, g in zip(hits, golds)]
     result["queries"] = len(queries)
     result["words_a_query"] = round(statistics.fmean(map(len, words)), 1)
-    result["postings_a_query"] = round(statistics.fmean(sum(int(np.diff(ours._index.start[n:n + 2])[0]) for n in set(w))
+    result["postings_a_query"] = round(statistics.fmean(sum(int(np.diff(index["start"][n:n + 2])[0]) for n in set(w))
                                                         for w in words))
     result["speed"] = {name: {"queries_per_s": round(1 / statistics.median(wall for wall, _ in rounds), 1),
                               "queries_per_cpu_s": round(1 / statistics.median(cpu for _, cpu in rounds), 1),

@@ -790,6 +790,18 @@ def test_faiss_misses_are_no_passages():
     assert dense.gold_ranks(["0", "0", "0"], [["a"], ["d"], ["b", "a"]]) == [2, None, 1]
 
 
+def test_every_retriever_counts_the_queries_that_it_cuts(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts, corpus = load_encoder(str(tmp_path / "e"), device="cpu", query_length=8), passages(9)
+    dense = DenseRetriever(build_index(tmp_path / "i", corpus, *parts), *parts)
+    bm25 = BM25Retriever(corpus, query_words=5)
+    hybrid = HybridRetriever(dense, bm25)
+    for queries, cut in ((["red"], (0, 0)), (["red", "red fox " * 9], (1, 1))):
+        hybrid.search(queries, 3)
+        assert (dense.cut_queries, bm25.cut_queries, hybrid.cut_queries) == (*cut, sum(cut))
+    assert RetrieverConfig().query_words is None
+
+
 def test_a_list_too_long_for_faiss_on_a_gpu_comes_from_the_cpu():
     index = FaissIndex.__new__(FaissIndex)
     index.count = 5000
