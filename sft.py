@@ -59,6 +59,7 @@ from rollout import check_engine
 from runs import (
     append_metrics,
     begin_metrics,
+    claim_folder,
     only_writer,
     path_with_digest,
     read_json,
@@ -594,6 +595,7 @@ def check(cfg: SFTConfig) -> None:
     if len(cfg.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f"betas={cfg.betas}; AdamW takes two, in [0, 1)")
     check_engine(cfg.engine)
+    claim_folder(cfg.out, "sft.py")
 
 
 def main(cfg: SFTConfig) -> dict | None:
