@@ -585,6 +585,7 @@ def test_sparse_search_and_the_client_copy_out_without_torch(tmp_path):
     (tmp_path / "search").mkdir()
     for name in (
         "data.py",
+        "config.py",
         "runs.py",
         "search/__init__.py",
         "search/bm25.py",

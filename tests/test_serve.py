@@ -1274,7 +1274,6 @@ def test_failed_batches_have_no_rank_and_the_rest_is_right(capsys):
 
 
 def test_a_rollout_without_a_rank_is_left_out_and_counted():
-    import grpo
     import tiny
 
     import grpo
