@@ -1,6 +1,7 @@
 """BM25 as Lucene scores it: English analysis, the index, search, and the rank of a gold passage.
 
-Copies out with config.py, data.py, runs.py, search/passages.py; needs numpy, PyStemmer and regex, no torch.
+Copies out with config.py, data.py, runs.py and search/passages.py; needs numpy, PyStemmer and
+regex, no torch.
 
 Lists are by (score descending, id ascending); a rank is 1 + the number of other passages whose
 score is at least the gold's, other golds left out; a score of 0 is no hit. Scores agree with Lucene
