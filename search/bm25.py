@@ -515,12 +515,13 @@ class BM25Retriever:
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
-        totals, read, rows = self._local.totals, [], None
+        totals, read, rows, size = self._local.totals, [], None, 0
         rest = sum(entry[0] for entry in lists)  # the most that the words left can add
         try:
             for weight, passages, codes, gains in lists:
                 least = floor * (1 - 1e-6) - rest  # needed by now, less what rounding may take
-                if rows is None and least > 0:
+                # finding the passages so far must cost less than reading this list
+                if rows is None and least > 0 and size < 4 * len(passages):
                     rows = _above(totals, read, least)
                     if 8 * len(rows) > len(passages):  # too many to look up
                         rows = None
@@ -530,6 +531,7 @@ class BM25Retriever:
                     scores += gains.take(codes)
                     totals[at] = scores
                     read.append(at)
+                    size = min(size + len(at), len(totals))
                 else:
                     at = np.minimum(passages.searchsorted(rows), len(passages) - 1)
                     here = passages.take(at) == rows
