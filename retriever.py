@@ -774,6 +774,11 @@ class DenseRetriever:
         self.counts: dict[str, int] = {"truncated": 0}  # queries cut to the encoder's query_length
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
 
+    @property
+    def cut_queries(self) -> int:
+        """Queries that were cut to the encoder's query_length so far."""
+        return self.counts["truncated"]
+
     @cached_property
     def _order(self) -> Tensor:
         """(M,) the place of each id among all, on the device of the scores."""

@@ -52,6 +52,11 @@ class HybridRetriever:
         self.dense, self.bm25, self.depth, self.k, self.weights = dense, bm25, depth, k, tuple(weights)
         self.passage_ids = dense.passage_ids
 
+    @property
+    def cut_queries(self) -> int:
+        """Queries that were cut so far, those cut on both sides twice."""
+        return self.dense.cut_queries + self.bm25.cut_queries
+
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The k best of the fused list of every query; it has at most 2 · depth entries."""
         check_k(k)

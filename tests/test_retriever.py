@@ -33,6 +33,7 @@ from retriever import (ANCE, build_index, DenseRetriever, encode, Encoder, Index
 from runs import only_writer
 from search.bm25 import BM25Retriever
 from search.exact import exact_gold_ranks, exact_search, FAILED
+from search.faiss_index import FaissIndex
 from search.fusion import HybridRetriever, rrf
 from search.passages import PassageIds, read_ids, RetrieverError, write_ids
 from tiny import tiny_encoder
@@ -505,12 +506,18 @@ def test_half_an_emoji_in_a_query_is_a_sign_like_any_other(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- dense index
 
-def test_empty_corpus_is_an_error_ret_02(tmp_path):
+def test_an_empty_corpus_and_an_id_that_stands_twice_are_named(tmp_path):
     tiny_encoder(tmp_path / "e")
-    parts = load_encoder(str(tmp_path / "e"))
-    for build in (lambda: BM25Retriever([]), lambda: build_index(tmp_path / "i", [], *parts)):
-        with pytest.raises(RetrieverError, match="no passages"):
-            build()
+    parts, path = load_encoder(str(tmp_path / "e")), tmp_path / "c.jsonl"
+    for build in (BM25Retriever, lambda corpus: build_index(tmp_path / "i", corpus, *parts)):
+        with pytest.raises(RetrieverError, match="the corpus has no passages"):
+            build([])
+        path.write_text("\n")
+        with pytest.raises(RetrieverError, match="c.jsonl has no passages"):
+            build(str(path))
+        write_corpus(path, [*passages(3), passages(3)[1]])
+        with pytest.raises(RetrieverError, match="c.jsonl:4: passage id 'p0001' occurs more than once .first in line 2"):
+            build(str(path))
 
 
 def test_index_roundtrip_and_refusals(tmp_path):
@@ -781,6 +788,26 @@ def test_faiss_misses_are_no_passages():
                                                        np.array([[1, 0, -1]] * len(q))))
     assert dense.search(["0"], 3) == [[("a", 6.0), ("b", 6.0)]]
     assert dense.gold_ranks(["0", "0", "0"], [["a"], ["d"], ["b", "a"]]) == [2, None, 1]
+
+
+def test_every_retriever_counts_the_queries_that_it_cuts(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts, corpus = load_encoder(str(tmp_path / "e"), device="cpu", query_length=8), passages(9)
+    dense = DenseRetriever(build_index(tmp_path / "i", corpus, *parts), *parts)
+    bm25 = BM25Retriever(corpus, query_words=5)
+    hybrid = HybridRetriever(dense, bm25)
+    for queries, cut in ((["red"], (0, 0)), (["red", "red fox " * 9], (1, 1))):
+        hybrid.search(queries, 3)
+        assert (dense.cut_queries, bm25.cut_queries, hybrid.cut_queries) == (*cut, sum(cut))
+    assert RetrieverConfig().query_words is None
+
+
+def test_a_list_too_long_for_faiss_on_a_gpu_comes_from_the_cpu():
+    index = FaissIndex.__new__(FaissIndex)
+    index.count = 5000
+    index._index, index._on_cpu = (SimpleNamespace(search=lambda q, k, name=name: (name, k)) for name in ("gpu", "cpu"))
+    assert index.search(np.zeros((1, 2)), 2048) == ("gpu", 2048) and index.search(np.zeros((1, 2)), 2049) == ("cpu", 2049)
+    assert index.search(np.zeros((1, 2)), 9999) == ("cpu", 5000)
 
 
 def test_two_builders_do_not_share_a_folder(tmp_path):
