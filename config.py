@@ -340,11 +340,14 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     raise SystemExit(128 + signum)
 
 
-def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None) -> None:
+def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None,
+        status_file: str = "") -> None:
     """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
 
     0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or unreadable file;
     130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
+    `status_file`: a file of this name in the folder `out` tells status and reason of a run that ended otherwise than
+    well: torchrun's own status is 1 whatever happened.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):

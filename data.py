@@ -23,6 +23,7 @@ class DataError(ValueError):
 
 # ------------------------------------------------------------------------------------------------------------ records
 
+
 @dataclass(frozen=True)
 class Passage:
     """One unit of retrieval."""
@@ -68,7 +69,17 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
 
+def item_id(item: Turn | Question) -> str:
+    return item.query_id if isinstance(item, Turn) else item.id
+
+
+def one_line(text: str) -> str:
+    """The text with white space collapsed to single blanks: the form in which every query is searched."""
+    return " ".join(text.split())
+
+
 # ------------------------------------------------------------------------------------------------------------ readers
+
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing file or a bad line."""
@@ -89,8 +100,10 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
             try:
                 yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
             except UnicodeDecodeError as e:
-                raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
-                                "convert the file to UTF-8 (iconv)") from e
+                raise DataError(
+                    f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
+                    "convert the file to UTF-8 (iconv)"
+                ) from e
             byte += len(raw)
 
 
@@ -107,12 +120,14 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _object(line: str, where: str) -> dict:
+def parse_object(line: str, where: str) -> dict:
     """The JSON object of a line; DataError names what is none."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object") from e
+        raise DataError(
+            f"{where}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object"
+        ) from e
     if not isinstance(row, dict):
         raise DataError(f"{where}: a line must be one JSON object, not {line[:40]!r}")
     return _scrub(row) if "\\ud" in line.lower() else row
@@ -120,7 +135,11 @@ def _object(line: str, where: str) -> dict:
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
     """(line number, object) of a JSONL file; blank lines are passed over, all else that is no object is an error."""
-    return ((number, _object(line, f"{path}:{number}")) for number, line in read_lines(path) if line.strip())
+    return (
+        (number, parse_object(line, f"{path}:{number}"))
+        for number, line in read_lines(path)
+        if line.strip()
+    )
 
 
 def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
@@ -131,14 +150,18 @@ def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})")
+        raise DataError(
+            f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})"
+        )
     return value
 
 
 def _id(value: str, key: str, where: str) -> str:
     if value.split() != [value] or "\0" in value:
-        raise DataError(f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a column of "
-                        "TREC files")
+        raise DataError(
+            f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a column of "
+            "TREC files"
+        )
     return value
 
 
@@ -146,7 +169,9 @@ def _new_id(row: dict, key: str, where: str, seen: set[str]) -> str:
     """`row[key]`, which no earlier record has; goes to `seen`."""
     value = _id(_text(row, key, where), key, where)
     if value in seen:
-        raise DataError(f"{where}: {key} {value!r} occurs a second time; every record needs its own")
+        raise DataError(
+            f"{where}: {key} {value!r} occurs a second time; every record needs its own"
+        )
     seen.add(value)
     return value
 
@@ -162,9 +187,13 @@ def _context(row: dict, where: str) -> list[tuple[str, str]]:
     """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an empty text."""
     context = [] if row.get("context") is None else row["context"]
     if not isinstance(context, list) or not all(
-            isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p) for p in context):
-        raise DataError(f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
-                        f"{str(context)[:80]!r}")
+        isinstance(p, list) and len(p) == 2 and all(isinstance(s, str) or s is None for s in p)
+        for p in context
+    ):
+        raise DataError(
+            f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
+            f"{str(context)[:80]!r}"
+        )
     return [(q or "", a or "") for q, a in context]
 
 
@@ -177,14 +206,18 @@ def read_corpus(path: str) -> Iterator[Passage]:
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         if passage.id in seen:
-            raise DataError(f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be unique")
+            raise DataError(
+                f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be unique"
+            )
         seen.add(passage.id)
         yield passage
     if not seen:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
 
 
-def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, Passage]]:
+def located_passages(
+    path: str, start: tuple[int, int] = (1, 0)
+) -> Iterator[tuple[int, int, Passage]]:
     """(line number, the line's first byte, passage) of a corpus file from a place on; holds no id, so twice is no error.
 
     For files larger than memory: several processes read their own parts of one, and who needs unique ids sorts them.
@@ -193,14 +226,20 @@ def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tup
         where = f"{path}:{number}"
         if path.endswith(".tsv"):
             columns = line.split("\t")
-            if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"] or not line:
+            if (
+                number == 1
+                and [c.strip().lower() for c in columns] == ["id", "text", "title"]
+                or not line
+            ):
                 continue
             if len(columns) != 3:
-                raise DataError(f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, text, "
-                                "title; replace tabs inside a field, or use JSONL")
+                raise DataError(
+                    f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, text, "
+                    "title; replace tabs inside a field, or use JSONL"
+                )
             passage = Passage(columns[0], columns[2].strip(), columns[1])
         elif line.strip():
-            row = _object(line, where)
+            row = parse_object(line, where)
             if "contents" in row and "text" not in row:
                 passage = Passage(_text(row, "id", where), "", _text(row, "contents", where))
             else:
@@ -212,8 +251,17 @@ def located_passages(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tup
         yield number, byte, passage
 
 
-_TURN_FIELDS = {"query_id", "conversation_id", "turn", "context", "question", "gold_ids", "answer", "rewrite",
-                "response"}
+_TURN_FIELDS = {
+    "query_id",
+    "conversation_id",
+    "turn",
+    "context",
+    "question",
+    "gold_ids",
+    "answer",
+    "rewrite",
+    "response",
+}
 
 
 def read_turns(path: str) -> list[Turn]:
@@ -233,15 +281,28 @@ def read_turns(path: str) -> list[Turn]:
         gold = [] if row.get("gold_ids") is None else row["gold_ids"]
         gold = gold if isinstance(gold, list) else [gold]
         if not all(isinstance(g, (str, int)) and not isinstance(g, bool) for g in gold):
-            raise DataError(f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}")
-        turns.append(Turn(
-            query_id=query_id, conversation_id=_text(row, "conversation_id", where, required=False) or query_id,
-            turn=int(turn), context=_context(row, where), question=question,
-            gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
-            **{k: _text(row, k, where, required=False) for k in ("answer", "rewrite", "response")},
-            extra={k: v for k, v in row.items() if k not in _TURN_FIELDS}))
+            raise DataError(
+                f"{where}: gold_ids of {query_id} must be a list of passage ids, not {gold!r}"
+            )
+        turns.append(
+            Turn(
+                query_id=query_id,
+                conversation_id=_text(row, "conversation_id", where, required=False) or query_id,
+                turn=int(turn),
+                context=_context(row, where),
+                question=question,
+                gold_ids=list(dict.fromkeys(_id(str(g), "gold id", where) for g in gold)),
+                **{
+                    k: _text(row, k, where, required=False)
+                    for k in ("answer", "rewrite", "response")
+                },
+                extra={k: v for k, v in row.items() if k not in _TURN_FIELDS},
+            )
+        )
     if not turns:
-        raise DataError(f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that filters: let more pass)")
+        raise DataError(
+            f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that filters: let more pass)"
+        )
     return turns
 
 
@@ -258,10 +319,14 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
     for t in kept:
         for g in t.gold_ids:
             if g not in known:
-                raise DataError(f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; "
-                                "use the corpus these turns were made from")
+                raise DataError(
+                    f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; "
+                    "use the corpus these turns were made from"
+                )
     if not kept:
-        raise DataError(f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one")
+        raise DataError(
+            f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one"
+        )
     return kept, len(turns) - len(kept)
 
 
@@ -274,13 +339,23 @@ def read_questions(path: str) -> list[Question]:
         key = _new_id(row, "id", where, seen)
         golds = row.get("golden_answers")
         golds = [golds] if isinstance(golds, str) else golds
-        if not isinstance(golds, list) or not all(isinstance(g, str) for g in golds) or not "".join(golds).strip():
-            raise DataError(f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
-                            f"{str(golds)[:80]}")
+        if (
+            not isinstance(golds, list)
+            or not all(isinstance(g, str) for g in golds)
+            or not "".join(golds).strip()
+        ):
+            raise DataError(
+                f"{where}: golden_answers of {key} must be a list of strings with one that is not blank, not "
+                f"{str(golds)[:80]}"
+            )
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
-            raise DataError(f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}")
-        questions.append(Question(key, _question(row, where), [g for g in golds if g.strip()], metadata))
+            raise DataError(
+                f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
+            )
+        questions.append(
+            Question(key, _question(row, where), [g for g in golds if g.strip()], metadata)
+        )
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")
     return questions

@@ -165,7 +165,7 @@ def shard_model(model: nn.Module, where: Dist, bf16: bool = False, gather_once: 
     be bfloat16); with `bf16` they are cast for compute and gradients are reduced in float32.
     Gradients are averaged over ranks: multiply the loss by the world size where a sum is meant.
     `gather_once`: a layer's weights, once cast and gathered for a forward pass, stay until a backward pass for which
-    `set_reshard_after_backward(True)` holds, or `give_back`: 2 bytes a parameter, and no traffic between micro-batches.
+    `set_reshard_after_backward(True)` holds, or `reshard`: 2 bytes a parameter, and no traffic between micro-batches.
     `cpu_offload`: shards, their gradients and the optimizer's moments rest in (pinned) host memory.
     """
     mesh = init_device_mesh(where.device.type, (where.world,))
@@ -204,11 +204,11 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     After a forward pass without a backward pass FSDP keeps the root's parameters whole, under the same names.
     """
-    give_back(model)
+    reshard(model)
     yield from model.named_parameters()
 
 
-def give_back(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free weights that were gathered for a pass: each rank has its shards alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -433,7 +433,8 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32) -> None:
+def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = torch.float32,
+              notes: dict[str, dict] | None = None) -> None:
     """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all (a collective).
 
     A LoRA adapter is merged in float32, then rounded to `dtype` once.
@@ -457,10 +458,10 @@ def export_hf(model: nn.Module, tokenizer, folder: str, dtype: torch.dtype = tor
             model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
         tokenizer.save_pretrained(temporary)
 
-    _write_folder(folder, write)
+    _write_folder(folder, write, notes)
 
 
-def export_adapter(model: nn.Module, tokenizer, folder: str) -> None:
+def export_adapter(model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None) -> None:
     """Write a LoRA adapter in PEFT's format, float32, with the tokenizer, whole or not at all (a collective).
 
     `model.peft_config["default"]` holds its settings, the model it belongs to among them.  CheckpointError as above.
@@ -483,11 +484,11 @@ def export_adapter(model: nn.Module, tokenizer, folder: str) -> None:
         settings.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
-    _write_folder(folder, write)
+    _write_folder(folder, write, notes)
 
 
-def _write_folder(folder: str, write: Callable[[str], None]) -> None:
-    """Let rank 0 write a folder under a temporary name and give it its name; the others wait."""
+def _write_folder(folder: str, write: Callable[[str], None], notes: dict[str, dict] | None) -> None:
+    """Let rank 0 write a folder, with `notes` as JSON files, under a temporary name; the others wait."""
     from safetensors import SafetensorError
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -497,6 +498,9 @@ def _write_folder(folder: str, write: Callable[[str], None]) -> None:
         os.makedirs(temporary)
         try:
             write(temporary)
+            for name, note in (notes or {}).items():
+                with open(os.path.join(temporary, name), "w", encoding="utf-8") as f:
+                    json.dump(note, f)
             _replace(temporary, folder)
         except BaseException as e:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -30,28 +30,46 @@ import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 
 import data
 import rollout
-from config import ConfigError, run, save_config
-from data import DataError, Question, Turn
-from distributed import all_reduce_sum, broadcast_object, cleanup, Dist, print0, setup
+from config import ConfigError, above, at_least, check_ranges, run, save_config
+from data import DataError, Question, Turn, item_id
+from distributed import Dist, all_reduce_sum, broadcast_object, cleanup, print0, setup
 from engines.base import EngineConfig, Rollout, Sampling
-from episodes.episode import (check_episode, END_STATES, Episode, episode_reward, EpisodeConfig,
-                              open_task, other_task, run_episodes, trajectory_row)
-from rollout import check_engine
+from episodes.episode import (
+    END_STATES,
+    FAILED,
+    Episode,
+    EpisodeConfig,
+    check_episode,
+    episode_reward,
+    open_task,
+    other_task,
+    run_episodes,
+    trajectory_row,
+)
 from episodes.tools import ToolsAway
-from lora import adapter_base, ModelError
+from lora import ModelError, adapter_base
 from model import load_tokenizer
-from prompts import (decode_response, encode_chat, eos_token_ids, few_shot_prompt, pad_token_id,
-                     read_examples, rewrite_prompt)
-from retriever import retriever_settings, RetrieverConfig
+from prompts import (
+    decode_response,
+    encode_chat,
+    eos_token_ids,
+    few_shot_prompt,
+    pad_token_id,
+    read_examples,
+    read_instruction,
+    rewrite_prompt,
+)
+from retriever import RetrieverConfig, retriever_settings
 from reward import ANSWER_METRICS, parse_response
-from runs import check_settings, item_id, named, naming, only_writer, Progress, write_jsonl
+from rollout import check_engine
+from runs import Progress, check_settings, naming, only_writer, path_with_digest, write_jsonl
 
 
 @dataclass
@@ -68,21 +86,24 @@ class InferConfig:
     """search, agent: what searches; its `corpus` has the texts that are shown"""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """search, agent: budgets and form of an episode"""
+    instruction: str = ""
+    """rewrite: a text file with the instruction of the prompt, the one it was trained with; empty:
+    prompts.INSTRUCTION"""
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
     """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for the task"""
     examples: str = ""
     """few-shot examples: JSONL with context, question, think, rewrite; for search and agent with messages"""
-    samples: int = 1
+    samples: Annotated[int, at_least(1)] = 1
     """responses a turn"""
-    temperature: float = 0.0
+    temperature: Annotated[float, at_least(0)] = 0.0
     """logits are divided by it; 0 is greedy"""
-    top_p: float = 1.0
+    top_p: Annotated[float, above(0, 1)] = 1.0
     """sample among the most probable tokens of this mass"""
-    max_response_tokens: int = 1024
+    max_response_tokens: Annotated[int, at_least(1)] = 1024
     """new tokens of a response at most; of an episode, what is shown to the model included"""
-    max_prompt_tokens: int = 1536
+    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
     """longer prompts are not sampled: status too_long"""
     seed: int = 0
     """of the draws; without effect at temperature 0"""
@@ -90,7 +111,7 @@ class InferConfig:
     """what counts as well formed (reward.parse_response)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
-    chunk: int = 64
+    chunk: Annotated[int, at_least(1)] = 64
     """turns between two writes: what a kill can lose"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """what samples"""
@@ -100,14 +121,17 @@ class InferConfig:
 
 # ------------------------------------------------------------------------------------------------------------ sampling
 
+
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
     """The ids that end a response of the model in a Hugging Face folder (or hub name), and what fills unused places."""
     model = adapter_base(model) or model
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as e:
-        raise ModelError(f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder or a "
-                         "reachable hub name") from e
+        raise ModelError(
+            f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder or a "
+            "reachable hub name"
+        ) from e
     try:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # it has none: transformers then reads config.json
@@ -116,22 +140,35 @@ def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
     return eos, pad_token_id(tokenizer, eos, config.get_text_config().vocab_size)
 
 
-def open_engine(cfg: InferConfig, tokenizer, where: Dist):
+def open_engine(cfg: InferConfig, tokenizer, dist: Dist):
     """The engine of `cfg.engine` over `cfg.model`."""
-    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and where.device.type == "cuda"
-    engine = rollout.open_engine(cfg.engine, cfg.model, tokenizer, *end_and_pad_ids(cfg.model, tokenizer), where.device,
-                                 cfg.max_prompt_tokens + cfg.max_response_tokens, cfg.seed,
-                                 torch.bfloat16 if half else torch.float32)
+    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and dist.device.type == "cuda"
+    engine = rollout.open_engine(
+        cfg.engine,
+        cfg.model,
+        tokenizer,
+        *end_and_pad_ids(cfg.model, tokenizer),
+        dist.device,
+        cfg.max_prompt_tokens + cfg.max_response_tokens,
+        cfg.seed,
+        torch.bfloat16 if half else torch.float32,
+    )
     if engine.max_length <= cfg.max_response_tokens:
-        raise ConfigError(f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
-                          f"{engine.max_length} positions; lower max_response_tokens")
+        raise ConfigError(
+            f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
+            f"{engine.max_length} positions; lower max_response_tokens"
+        )
     return engine
 
 
 def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, list[int]]:
     """Query id → token ids of its prompt."""
     examples = read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
-    texts = (few_shot_prompt(t, examples) if examples else rewrite_prompt(t) for t in turns)
+    instruction = read_instruction(cfg.instruction)
+    texts = (
+        few_shot_prompt(t, examples, instruction) if examples else rewrite_prompt(t, instruction)
+        for t in turns
+    )
     return {t.query_id: encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
 
 
@@ -143,68 +180,108 @@ def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str
     """The line of one sample."""
     text = decode_response(tokenizer, rollout.response_ids)
     parsed = parse_response(text, parser)
-    rewrite = " ".join((parsed.rewrite or "").split())
+    rewrite = data.one_line(parsed.rewrite or "")
     status = rollout.end
     if status in ("eos", "stop", "length"):
         status = "ok" if parsed.well_formed and rewrite else "malformed"
-    return {"query_id": turn.query_id, "sample": sample, "status": status,
-            "rewrite": rewrite if status == "ok" else " ".join(turn.question.split()),
-            "think": parsed.think if status == "ok" else None, "response": text, "tokens": len(rollout.response_ids),
-            "end": rollout.end, "prompt": prompt_digest(rollout.prompt_ids)}
+    return {
+        "query_id": turn.query_id,
+        "sample": sample,
+        "status": status,
+        "rewrite": rewrite if status == "ok" else data.one_line(turn.question),
+        "think": parsed.think if status == "ok" else None,
+        "response": text,
+        "tokens": len(rollout.response_ids),
+        "end": rollout.end,
+        "prompt": prompt_digest(rollout.prompt_ids),
+    }
 
 
-def sample_turns(engine, tokenizer, turns: list[Turn], prompts: dict[str, list[int]], cfg: InferConfig,
-                 progress=None) -> list[dict]:
-    """Lines of `turns`, `cfg.samples` each, in order; all prompts that fit go to the engine in one call."""
+def sample_items(
+    engine,
+    task,
+    tokenizer,
+    items: list,
+    prompt_ids: dict[str, list[int]],
+    cfg: InferConfig,
+    progress=None,
+) -> list[dict]:
+    """Lines of turns or questions, `cfg.samples` each, in order; all prompts that fit go to the engine in one call."""
     limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
-    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
-    fitting = [prompts[t.query_id] for t in turns if len(prompts[t.query_id]) <= limit]
-    sampled = iter(engine.generate(fitting, sampling, progress))
+    sampling = Sampling(
+        cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed
+    )
+    fitting = [ids for ids in (prompt_ids[item_id(item)] for item in items) if len(ids) <= limit]
+    if task is None:
+        done = engine.generate(fitting, sampling, progress)
+    else:
+        done = run_episodes(engine, fitting, sampling, task, engine.max_length, progress)
+        if done and all(e.end == "tool_error" for e in done):
+            raise ToolsAway(
+                f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); mend "
+                "that and run again: what was written before is kept"
+            )
+    results = iter(done)
     rows = []
-    for turn in turns:
-        ids = prompts[turn.query_id]
+    for item in items:
+        ids = prompt_ids[item_id(item)]
         for i in range(cfg.samples):
-            rollout = next(sampled) if len(ids) <= limit else Rollout(ids, [], [], [], 0, "too_long")
-            rows.append(output_row(turn, i, rollout, tokenizer, cfg.parser))
+            if len(ids) <= limit:
+                result = next(results)
+            else:
+                result = (
+                    Rollout(ids, [], [], [], 0, "too_long")
+                    if task is None
+                    else Episode(ids, [], [], [], 0, "too_long", i)
+                )
+            rows.append(
+                output_row(item, i, result, tokenizer, cfg.parser)
+                if task is None
+                else episode_row(item, i, result, task, cfg)
+            )
     return rows
 
 
-def sample_questions(engine, task, questions: list[Question], prompts: dict[str, list[int]], cfg: InferConfig,
-                     progress=None) -> list[dict]:
-    """Trajectories of `questions`, `cfg.samples` each, in order; the episodes of all that fit run together."""
-    limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
-    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed)
-    fitting = [prompts[q.id] for q in questions if len(prompts[q.id]) <= limit]
-    done = run_episodes(engine, fitting, sampling, task, engine.max_length, progress)
-    if done and all(e.end == "tool_error" for e in done):  # lines like these would count as done
-        raise ToolsAway(f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); mend that "
-                        "and run again: what was written before is kept")
-    episodes = iter(done)
-    request = {"model": cfg.model, "temperature": cfg.temperature, "top_p": cfg.top_p,
-               "max_tokens": cfg.max_response_tokens, "stream": False, "prompt": cfg.prompt}
-    rows = []
-    for question in questions:
-        ids = prompts[question.id]
-        for i in range(cfg.samples):
-            episode = next(episodes) if len(ids) <= limit else Episode(ids, [], [], [], 0, "too_long", i)
-            rows.append({"query_id": question.id, "sample": i, "status": episode.end}
-                        | trajectory_row(episode, question, task, request)
-                        | {"reward": episode_reward(episode, question, task), "tokens": len(episode.response_ids),
-                           "prompt": prompt_digest(ids)})
-    return rows
+def episode_row(question: Question, sample: int, episode: Episode, task, cfg: InferConfig) -> dict:
+    """The line of one sample of a question: its trajectory and what it earned."""
+    request = {
+        "model": cfg.model,
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+        "max_tokens": cfg.max_response_tokens,
+        "stream": False,
+        "prompt": cfg.prompt,
+    }
+    return (
+        {"query_id": question.id, "sample": sample, "status": episode.end}
+        | trajectory_row(episode, question, task, request)
+        | {
+            "reward": episode_reward(episode, question, task),
+            "tokens": len(episode.response_ids),
+            "prompt": prompt_digest(episode.prompt_ids),
+        }
+    )
 
 
 # -------------------------------------------------------------------------------------------------- restartable output
 
+
 def part_files(output: str) -> list[str]:
     """What an unfinished run left beside `out`: gathered lines, and the files of its processes."""
-    return [p for p in [f"{output}.done", *sorted(glob.glob(f"{glob.escape(output)}.rank*"))] if os.path.isfile(p)]
+    return [
+        p
+        for p in [f"{output}.done", *sorted(glob.glob(f"{glob.escape(output)}.rank*"))]
+        if os.path.isfile(p)
+    ]
 
 
-def collect(output: str, prompts: dict[str, list[int]], samples: int) -> list[dict]:
+def collect(
+    output: str, prompts: dict[str, list[int]], samples: int, failed: bool = True
+) -> list[dict]:
     """Lines of all turns that are complete in `out` and its parts, in the order of `prompts`.
 
-    A half-written last line of a file is passed over.  DataError: a line of another input.
+    `failed`: those that failed for a technical reason too. A half-written last line of a file is passed over.
+    DataError: a line of another input.
     """
     rows: dict[tuple[str, int], dict] = {}
     for path in [output] * os.path.isfile(output) + part_files(output):
@@ -217,11 +294,16 @@ def collect(output: str, prompts: dict[str, list[int]], samples: int) -> list[di
             except (ValueError, KeyError, TypeError) as e:
                 if number == len(lines):
                     break
-                raise DataError(f"{path}:{number}: not a line of infer.py ({e!r}); overwrite=true begins anew") from e
+                raise DataError(
+                    f"{path}:{number}: not a line of infer.py ({e!r}); overwrite=true begins anew"
+                ) from e
             if query_id not in prompts or digest != prompt_digest(prompts[query_id]):
-                raise DataError(f"{path}:{number}: turn {query_id} is not among these turns, or had another prompt; "
-                                "choose another output, or overwrite=true to begin anew")
-            rows[query_id, sample] = row
+                raise DataError(
+                    f"{path}:{number}: turn {query_id} is not among these turns, or had another prompt; "
+                    "choose another output, or overwrite=true to begin anew"
+                )
+            if failed or row.get("status") not in FAILED:
+                rows[query_id, sample] = row
     groups = ([(query_id, i) for i in range(samples)] for query_id in prompts)
     return [rows[key] for group in groups if all(key in rows for key in group) for key in group]
 
@@ -232,79 +314,110 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
     if cfg.overwrite:
         for path in part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out):
             os.remove(path)
-    keys = ("prompt", "samples", "temperature", "top_p", "max_response_tokens", "max_prompt_tokens", "seed", "parser",
-            "dtype")
-    begun = any(os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path))
-    settings = {"model": named(cfg.model), **{key: getattr(cfg, key) for key in keys}}
+    keys = (
+        "prompt",
+        "samples",
+        "temperature",
+        "top_p",
+        "max_response_tokens",
+        "max_prompt_tokens",
+        "seed",
+        "parser",
+        "dtype",
+    )
+    begun = any(
+        os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path)
+    )
+    settings = {"model": path_with_digest(cfg.model), **{key: getattr(cfg, key) for key in keys}}
     if cfg.task != "rewrite":
         settings |= {"task": cfg.task} | retriever_settings(cfg.retriever)
-        settings |= {f"episode.{key}": value for key, value in asdict(cfg.episode).items() if key != "timeout"}
+        settings |= {
+            f"episode.{key}": value
+            for key, value in asdict(cfg.episode).items()
+            if key != "timeout"
+        }
     check_settings(meta, settings, begun)
     save_config(cfg, f"{cfg.out}.config.yaml")
-    done = collect(cfg.out, prompts, cfg.samples)
+    done = collect(cfg.out, prompts, cfg.samples, failed=False)
     write_jsonl(f"{cfg.out}.done", done)
     for path in part_files(cfg.out)[1:]:
         os.remove(path)
     return {row["query_id"] for row in done}
 
 
-def finish(cfg: InferConfig, prompts: dict[str, list[int]], where: Dist) -> list[dict]:
+def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[dict]:
     """Merge the parts into `cfg.out`, whole or not at all; returns its lines (every rank).
 
     DataError where a line is missing: another process's part is not seen.
     """
     rows = collect(cfg.out, prompts, cfg.samples)
     if len(rows) < len(prompts) * cfg.samples:
-        raise DataError(f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all processes must "
-                        "see the same folder: run again, what is there is kept")
+        raise DataError(
+            f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all processes must "
+            "see the same folder: run again, what is there is kept"
+        )
     broadcast_object(None)  # every rank has read the parts
-    if where.rank == 0:
+    if dist.rank == 0:
         write_jsonl(cfg.out, rows)
         for path in part_files(cfg.out):
             os.remove(path)
     return rows
 
 
-def respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) -> tuple[list[dict], dict]:
+def respond(
+    cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
+) -> tuple[list[dict], dict]:
     """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
-    with only_writer(folder, name) if where.rank == 0 else contextlib.nullcontext():
-        return _respond(cfg, items, where)
+    with only_writer(folder, name) if dist.rank == 0 else contextlib.nullcontext():
+        return _respond(cfg, items, dist)
 
 
-def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) -> tuple[list[dict], dict]:
+def _respond(
+    cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
+) -> tuple[list[dict], dict]:
     tokenizer, task = load_tokenizer(cfg.model), None
     if cfg.task == "rewrite":
         prompts = encode_prompts(cfg, items, tokenizer)
     else:
-        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, cfg.examples * (cfg.prompt == "few-shot"))
+        task = open_task(
+            cfg.task,
+            cfg.episode,
+            tokenizer,
+            cfg.retriever,
+            cfg.examples * (cfg.prompt == "few-shot"),
+        )
         prompts = {q.id: task.prompt(q.question) for q in items}
     if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
-        print0(f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one say little")
-    done = broadcast_object(begin(cfg, prompts) if where.rank == 0 else None)
+        print0(
+            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one say little"
+        )
+    done = broadcast_object(begin(cfg, prompts) if dist.rank == 0 else None)
     left = [item for item in items if item_id(item) not in done]
-    print0(f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
-           f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {where.world} processes, "
-           f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
-           f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average")
-    mine, tokens, started = left[where.rank::where.world], 0, time.monotonic()
+    print0(
+        f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
+        f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {dist.world} processes, "
+        f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
+        f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average"
+    )
+    mine, tokens, started = left[dist.rank :: dist.world], 0, time.monotonic()
     if left:  # every process makes as many calls: an engine over several of them needs that
-        engine = open_engine(cfg, tokenizer, where)
-        bar = Progress(len(left) * cfg.samples, "sampling", "responses") if where.rank == 0 else None
+        engine = open_engine(cfg, tokenizer, dist)
+        bar = Progress(len(left) * cfg.samples, "sampling", "responses") if dist.rank == 0 else None
 
         def show(finished: int) -> None:
             if bar:  # the other processes are about as far
-                bar.update(min(finished * where.world, bar.total) - bar.done)
+                bar.update(min(finished * dist.world, bar.total) - bar.done)
 
-        path = f"{cfg.out}.rank{where.rank:03d}"
+        path = f"{cfg.out}.rank{dist.rank:03d}"
         with naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
-            for at in range(0, -(-len(left) // where.world), cfg.chunk):
+            for at in range(0, -(-len(left) // dist.world), cfg.chunk):
+
                 def further(finished: int, *_, before: int = at * cfg.samples) -> None:
                     show(before + finished)
 
-                chunk = mine[at:at + cfg.chunk]
-                rows = (sample_questions(engine, task, chunk, prompts, cfg, further) if task
-                        else sample_turns(engine, tokenizer, chunk, prompts, cfg, further))
+                chunk = mine[at : at + cfg.chunk]
+                rows = sample_items(engine, task, tokenizer, chunk, prompts, cfg, further)
                 tokens += sum(row["tokens"] for row in rows)
                 part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
                 part.flush()
@@ -315,11 +428,18 @@ def _respond(cfg: InferConfig, items: list[Turn] | list[Question], where: Dist) 
         engine.sleep()  # its memory is free for what comes next in this process
     tokens = int(all_reduce_sum([tokens])[0])  # and every rank has written its part
     seconds = time.monotonic() - started
-    rows = finish(cfg, prompts, where)
+    rows = finish(cfg, prompts, dist)
     if task:
         task.tools.close()
-    return rows, {"out": cfg.out, "lines": len(rows), "generated": len(left) * cfg.samples,
-                  **count_rows(rows, cfg.task), "tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 1)}
+    return rows, {
+        "out": cfg.out,
+        "lines": len(rows),
+        "generated": len(left) * cfg.samples,
+        **count_rows(rows, cfg.task),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "seconds": round(seconds, 1),
+    }
 
 
 def count_rows(rows: list[dict], task: str) -> dict[str, float]:
@@ -327,13 +447,20 @@ def count_rows(rows: list[dict], task: str) -> dict[str, float]:
     count = Counter(row["status"] for row in rows)
     if task == "rewrite":
         return {status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")}
-    means = {name: sum(row["metric_score"][name] for row in rows) / len(rows) for name in ANSWER_METRICS}
-    means |= {name: sum(row[name] for row in rows) / len(rows) for name in ("well_formed", "searches")}
-    return {status: count[status] for status in (*END_STATES, "too_long")} | {k: round(v, 4) for k, v in means.items()}
+    means = {
+        name: sum(row["metric_score"][name] for row in rows) / len(rows) for name in ANSWER_METRICS
+    }
+    means |= {
+        name: sum(row[name] for row in rows) / len(rows) for name in ("well_formed", "searches")
+    }
+    return {status: count[status] for status in (*END_STATES, "too_long")} | {
+        k: round(v, 4) for k, v in means.items()
+    }
 
 
 def check(cfg: InferConfig) -> None:
     """Raise ConfigError for settings that cannot work, before anything is loaded."""
+    check_ranges(cfg)
     source = "turns" if cfg.task == "rewrite" else "questions"
     for name in ("model", source, "out"):
         if not getattr(cfg, name):
@@ -342,27 +469,27 @@ def check(cfg: InferConfig) -> None:
         check_episode(cfg.episode, cfg.task)
     if os.path.isdir(cfg.out):
         raise ConfigError(f"out={cfg.out} is a folder; name a file to write")
-    for name in ("samples", "max_response_tokens", "max_prompt_tokens", "chunk"):
-        if getattr(cfg, name) < 1:
-            raise ConfigError(f"{name}={getattr(cfg, name)}; it must be at least 1")
     if cfg.prompt == "few-shot" and not cfg.examples:
         raise ConfigError("prompt=few-shot needs examples=FILE")
     if os.path.abspath(cfg.out) == os.path.abspath(getattr(cfg, source)):
         raise ConfigError(f"out={cfg.out} is the {source} file itself; choose another name")
-    Sampling(temperature=cfg.temperature, top_p=cfg.top_p)  # its errors
     check_engine(cfg.engine, equal_calls=cfg.task == "rewrite")
     if cfg.samples > 1 and cfg.temperature == 0:
-        raise ConfigError(f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0")
+        raise ConfigError(
+            f"samples={cfg.samples} at temperature 0 are all the same; set temperature above 0"
+        )
 
 
 def main(cfg: InferConfig) -> dict | None:
     """Write `cfg.out`; returns counts per status, tokens/s and seconds (rank 0)."""
     check(cfg)
-    items = data.read_turns(cfg.turns) if cfg.task == "rewrite" else data.read_questions(cfg.questions)
-    where = setup()
+    items = (
+        data.read_turns(cfg.turns) if cfg.task == "rewrite" else data.read_questions(cfg.questions)
+    )
+    dist = setup()
     try:
-        summary = respond(cfg, items, where)[1]
-        return summary if where.rank == 0 else None
+        summary = respond(cfg, items, dist)[1]
+        return summary if dist.rank == 0 else None
     finally:
         cleanup()
 

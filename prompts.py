@@ -12,7 +12,7 @@ from typing import Iterable
 
 import jinja2
 
-from data import _context, DataError, _question, read_jsonl, _text, Turn
+from data import _context, DataError, _question, read_jsonl, read_lines, _text, Turn
 
 
 INSTRUCTION = """\
@@ -26,14 +26,29 @@ Answer in exactly this form:
 
 def _conversation(context: list[tuple[str, str]], question: str) -> str:
     """The history as numbered pairs (`Q1: …`, `A1: …`), then the question; a first turn says there was nothing."""
-    lines = [f"{label}{i}: {' '.join(text.split())}" for i, pair in enumerate(context, 1)
-             for label, text in zip("QA", pair)]
-    return "\n".join(["Conversation:", *(lines or ["(nothing yet)"]), f"Question: {' '.join(question.split())}"])
+    lines = [
+        f"{label}{i}: {' '.join(text.split())}"
+        for i, pair in enumerate(context, 1)
+        for label, text in zip("QA", pair)
+    ]
+    return "\n".join(
+        ["Conversation:", *(lines or ["(nothing yet)"]), f"Question: {' '.join(question.split())}"]
+    )
 
 
-def rewrite_prompt(turn: Turn) -> str:
+def read_instruction(path: str) -> str:
+    """The instruction in a text file; of the rewrite task by default."""
+    if not path:
+        return INSTRUCTION
+    text = "\n".join(line for _, line in read_lines(path)).strip()
+    if not text:
+        raise DataError(f"{path}: the instruction is empty; say what the model is to do")
+    return text
+
+
+def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
     """The zero-shot user message of the `rewrite` task (arXiv 2505.15776, Fig. 7, in our own words)."""
-    return f"{INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
+    return f"{instruction or INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
 
 
 def response_text(think: str, rewrite: str) -> str:
@@ -41,7 +56,7 @@ def response_text(think: str, rewrite: str) -> str:
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
-def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
+def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn that was answered well.
 
     An example is a Turn with a `response`.  The paper shows its example inside one message; as turns of the chat a
@@ -49,10 +64,12 @@ def few_shot_prompt(turn: Turn, examples: list[Turn]) -> list[dict]:
     """
     messages = []
     for example in examples:
-        messages += [{"role": "user", "content": _conversation(example.context, example.question)},
-                     {"role": "assistant", "content": example.response}]
+        messages += [
+            {"role": "user", "content": _conversation(example.context, example.question)},
+            {"role": "assistant", "content": example.response},
+        ]
     messages.append({"role": "user", "content": _conversation(turn.context, turn.question)})
-    messages[0]["content"] = f"{INSTRUCTION}\n\n{messages[0]['content']}"
+    messages[0]["content"] = f"{instruction or INSTRUCTION}\n\n{messages[0]['content']}"
     return messages
 
 
@@ -63,10 +80,21 @@ def read_examples(path: str) -> list[Turn]:
         where = f"{path}:{number}"
         think, rewrite = _text(row, "think", where), _text(row, "rewrite", where)
         if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
-            raise DataError(f"{where}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must not be empty, "
-                            "and neither may hold the tags that are put around them")
-        examples.append(Turn(f"example-{number}", "examples", number, _context(row, where), _question(row, where), [],
-                             response=response_text(think, rewrite)))
+            raise DataError(
+                f"{where}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must not be empty, "
+                "and neither may hold the tags that are put around them"
+            )
+        examples.append(
+            Turn(
+                f"example-{number}",
+                "examples",
+                number,
+                _context(row, where),
+                _question(row, where),
+                [],
+                response=response_text(think, rewrite),
+            )
+        )
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return examples
@@ -82,8 +110,13 @@ Thinking and searching go on until the answer is known; it stands between <answe
 Inside it the exact answer alone, a name, a date, a number, yes or no, is put into \boxed{} with latex format.
 The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
 <answer>The answer is \[ \boxed{exact answer} \]</answer>"""
-SEARCH_INSTRUCTION = "You answer a question by thinking and by searching an encyclopedia." + SEARCH_RULES
-SEARCH_DIALOGUE = "A user asks an assistant, who answers by thinking and by searching an encyclopedia." + SEARCH_RULES
+SEARCH_INSTRUCTION = (
+    "You answer a question by thinking and by searching an encyclopedia." + SEARCH_RULES
+)
+SEARCH_DIALOGUE = (
+    "A user asks an assistant, who answers by thinking and by searching an encyclopedia."
+    + SEARCH_RULES
+)
 
 AGENT_INSTRUCTION = """\
 You answer questions with the help of a tool that searches a collection of passages; rely on what the passages say.
@@ -106,22 +139,34 @@ Its result is then shown to you between <tool_response> and </tool_response>."""
 CALL_FORM = '{"name": "…", "arguments": {…}}'
 
 
-def search_messages(question: str, examples: list[list[dict]] = (), instruction: str = "") -> list[dict]:
+def search_messages(
+    question: str, examples: list[list[dict]] = (), instruction: str = ""
+) -> list[dict]:
     """The chat of the `search` task's instruct form: rules as the system message, the bare question as the user's."""
-    return [{"role": "system", "content": instruction or SEARCH_INSTRUCTION}, *(m for e in examples for m in e),
-            {"role": "user", "content": " ".join(question.split())}]
+    return [
+        {"role": "system", "content": instruction or SEARCH_INSTRUCTION},
+        *(m for e in examples for m in e),
+        {"role": "user", "content": " ".join(question.split())},
+    ]
 
 
 def search_text(question: str, examples: list[list[dict]] = (), instruction: str = "") -> str:
     """The `search` prompt of a model without a chat template (a base model): one string that ends in `Assistant:`."""
     shown = [" ".join(f"{m['role'].capitalize()}: {m['content']}" for m in e) for e in examples]
-    return "\n".join([instruction or SEARCH_DIALOGUE, *shown, f"User: {' '.join(question.split())} Assistant:"])
+    return "\n".join(
+        [instruction or SEARCH_DIALOGUE, *shown, f"User: {' '.join(question.split())} Assistant:"]
+    )
 
 
-def agent_messages(question: str, examples: list[list[dict]] = (), instruction: str = "") -> list[dict]:
+def agent_messages(
+    question: str, examples: list[list[dict]] = (), instruction: str = ""
+) -> list[dict]:
     """The chat of the `agent` task; its tools go to the chat template, or into the system message (`spell_tools`)."""
-    return [{"role": "system", "content": instruction or AGENT_INSTRUCTION}, *(m for e in examples for m in e),
-            {"role": "user", "content": " ".join(question.split())}]
+    return [
+        {"role": "system", "content": instruction or AGENT_INSTRUCTION},
+        *(m for e in examples for m in e),
+        {"role": "user", "content": " ".join(question.split())},
+    ]
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
@@ -152,7 +197,9 @@ def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> 
 def call_json(function: dict) -> str:
     """A call as JSON: {"name", "arguments" (a mapping, or its JSON)}."""
     arguments = function["arguments"]
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    arguments = (
+        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
 
 
@@ -170,11 +217,21 @@ def read_conversations(path: str) -> list[list[dict]]:
     conversations = []
     for number, row in read_jsonl(path):
         messages = row.get("messages")
-        roles = [m.get("role") if isinstance(m, dict) else None for m in messages] if isinstance(messages, list) else []
-        if len(roles) < 2 or roles[0] != "user" or roles[-1] != "assistant" or not all(
-                isinstance(m.get("content"), str) for m in messages):
-            raise DataError(f"{path}:{number}: messages must run from a user's question to the assistant's answer, "
-                            f"each with role and content; the roles are {roles}")
+        roles = (
+            [m.get("role") if isinstance(m, dict) else None for m in messages]
+            if isinstance(messages, list)
+            else []
+        )
+        if (
+            len(roles) < 2
+            or roles[0] != "user"
+            or roles[-1] != "assistant"
+            or not all(isinstance(m.get("content"), str) for m in messages)
+        ):
+            raise DataError(
+                f"{path}:{number}: messages must run from a user's question to the assistant's answer, "
+                f"each with role and content; the roles are {roles}"
+            )
         conversations.append(messages)
     if not conversations:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
@@ -195,10 +252,19 @@ def defuse(text: str, special: Iterable[str]) -> str:
 def special_strings(tokenizer) -> list[str]:
     """Every string that the tokenizer makes one added token of, whether it calls it special or not."""
     # Llama 3 declares its header tokens special without giving them a role, so all_special_tokens lacks them.
-    return sorted({*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values())})
+    return sorted(
+        {
+            *tokenizer.all_special_tokens,
+            *(t.content for t in tokenizer.added_tokens_decoder.values()),
+        }
+    )
 
 
-FORM_TAGS = {f"<{slash}{name}>" for name in ("think", "rewrite", "search", "result", "answer") for slash in ("", "/")}
+FORM_TAGS = {
+    f"<{slash}{name}>"
+    for name in ("think", "rewrite", "search", "result", "answer")
+    for slash in ("", "/")
+}
 
 
 def control_strings(tokenizer) -> list[str]:
@@ -207,7 +273,9 @@ def control_strings(tokenizer) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
 
-def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True) -> str:
+def render_chat(
+    tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True
+) -> str:
     """The text of a chat (a user's text, or role/content messages) in the tokenizer's template; the assistant is next.
 
     Special-token strings inside the texts are made harmless; the date is pinned.  `tools`: JSON schemas of functions;
@@ -215,22 +283,34 @@ def render_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     without a chat template, or one that refuses such messages.
     """
     if not tokenizer.chat_template:
-        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
-                        "or add a chat_template.jinja to its folder")
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct model, "
+            "or add a chat_template.jinja to its folder"
+        )
     special = control_strings(tokenizer)
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     messages = [m | {"content": defuse(m["content"], special)} for m in chat]
     # A macro, because transformers hands no function of ours on to a template.
-    template = (f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
-                f"{tokenizer.get_chat_template(tools=tools)}")
+    template = (
+        f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
+        f"{tokenizer.get_chat_template(tools=tools)}"
+    )
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False,
-                                             add_generation_prompt=answer_next, date_string=TEMPLATE_DATE,
-                                             enable_thinking=False)
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=answer_next,
+            date_string=TEMPLATE_DATE,
+            enable_thinking=False,
+        )
     except jinja2.TemplateError as e:
         roles = ", ".join(m["role"] for m in messages)
-        raise DataError(f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; use a "
-                        "model whose template takes them") from e
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; use a "
+            "model whose template takes them"
+        ) from e
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -240,7 +320,10 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     template that leaves out another message (of the role system, say): the model would not know what it is to do.
     """
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    marked = [m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m for i, m in enumerate(chat)]
+    marked = [
+        m | {"content": f"\ue000{i}\ue001"} if m["role"] == "assistant" else m
+        for i, m in enumerate(chat)
+    ]
     text = render_chat(tokenizer, marked, tools)
     if len(chat) > 1:
         special = control_strings(tokenizer)
@@ -251,8 +334,10 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
         shown = "".join(text.split())
         lost = [m for m, content in zip(chat, contents) if "".join(content.split()) not in shown]
         if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
-            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
-                            f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it")
+            raise DataError(
+                f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
+                f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template writes it"
+            )
     # Templates of reasoning models open the think block themselves: left to the model, so a response has both tags.
     text = text.rstrip().removesuffix("<think>") if text.rstrip().endswith("<think>") else text
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -272,8 +357,10 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
     if not ids:
-        raise DataError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: "
-                        "set eos_token")
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never end: "
+            "set eos_token"
+        )
     return list(dict.fromkeys(ids))
 
 
@@ -295,7 +382,9 @@ def decode_response(tokenizer, response_ids: list[int]) -> str:
     if FORM_TAGS & set(special.values()):
         kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
         return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return tokenizer.decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 def without_eos(tokenizer, text: str) -> str:
@@ -305,7 +394,9 @@ def without_eos(tokenizer, text: str) -> str:
     return text
 
 
-def encode_example(tokenizer, prompt_ids: list[int], response: str, eos_id: int) -> tuple[list[int], list[int]]:
+def encode_example(
+    tokenizer, prompt_ids: list[int], response: str, eos_id: int
+) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a prompt and its target: the response's tokens and one EOS are trained.
 
     Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the border.  An EOS that

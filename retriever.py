@@ -29,20 +29,36 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn, Tensor
+from torch import Tensor, nn
 
 from config import run, save_config
 from data import located_lines
 from distributed import cleanup, setup
-from runs import named, only_writer, Progress
+from runs import Progress, only_writer, path_with_digest
 from search.bm25 import BM25Retriever, build_postings
 from search.client import RemoteRetriever, RetrieverAway  # noqa: F401  names of this module, too
-from search.dense_index import build_shards, can_pack, faiss_source, fingerprint, Index, open_shards
-from search.dense_index import PackedModel, VectorRetriever, WINDOW  # noqa: F401
-from search.faiss_index import build_faiss, FaissIndex
+from search.dense_index import (  # noqa: F401
+    WINDOW,
+    Index,
+    PackedModel,
+    VectorRetriever,
+    build_shards,
+    can_pack,
+    faiss_source,
+    fingerprint,
+    open_shards,
+)
+from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
-from search.passages import check_corpus, check_queries, check_same, read_meta, survey
-from search.passages import FAILED, RetrieverError  # noqa: F401
+from search.passages import (  # noqa: F401
+    FAILED,
+    RetrieverError,
+    check_corpus,
+    check_queries,
+    check_same,
+    read_meta,
+    survey,
+)
 
 # ------------------------------------------------------------------------------------ encoders
 # Copies out alone, up to the next such line: it needs transformers, the imports above from the
@@ -329,7 +345,7 @@ class PaddedModel:
 def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
     """What reads texts without padding; None on a CPU, for other families, or copied out alone."""
     try:
-        from search.dense_index import can_pack, PackedModel
+        from search.dense_index import PackedModel, can_pack
     except ImportError:
         return None
     return PackedModel(model, batch_tokens, length, **options) if can_pack(model) else None
@@ -589,7 +605,7 @@ def retriever_settings(r: RetrieverConfig) -> dict:
     free = {"corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout"}
     free |= {"retries", "request_queries", "workers", "verify", "across_ranks"}
     free |= set() if r.faiss else {"nprobe", "ef_search"}
-    settings = {key: named(path) for key, path in files.items()}
+    settings = {key: path_with_digest(path) for key, path in files.items()}
     settings |= {key: value for key, value in asdict(r).items() if key not in free}
     return {f"retriever.{key}": value for key, value in settings.items()}
 

@@ -16,8 +16,7 @@ import time
 from typing import Iterable
 
 import data
-from data import DataError, _object, Question, Turn
-from lora import adapter_base
+from data import DataError
 
 
 @contextlib.contextmanager
@@ -86,10 +85,14 @@ def only_writer(folder: str, name: str = ""):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise DataError(f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for it, or "
-                            "choose another name") from e
+            raise DataError(
+                f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for it, or "
+                "choose another name"
+            ) from e
         for left in os.listdir(folder):
-            if re.fullmatch((rf"{re.escape(name)}(\.\w+)*" if name else ".*") + r"\.\d+(\.old)?\.tmp", left):
+            if re.fullmatch(
+                (rf"{re.escape(name)}(\.\w+)*" if name else ".*") + r"\.\d+(\.old)?\.tmp", left
+            ):
                 path = os.path.join(folder, left)
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         try:
@@ -113,20 +116,43 @@ def write_jsonl(path: str, rows: Iterable[dict]) -> int:
     return count
 
 
-def begin_metrics(path: str, step: int) -> list[dict]:
-    """Keep a log's rows up to the step that is resumed from (0: none); a half-written last line goes too.  The rows."""
+def begin_metrics(path: str, last: int | None) -> list[dict]:
+    """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line. The rows."""
     rows = []
-    if step and os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            rows = [_object(line, f"{path}:{number}") for number, line in enumerate(f, 1) if line.endswith("\n")]
-    rows = [row for row in rows if row["step"] <= step]
+    if last is not None and os.path.exists(path):
+        with open(path, "rb") as f:
+            whole = [line for line in f if line.endswith(b"\n")]
+        for number, line in enumerate(whole, 1):
+            row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
+            if not isinstance(row.get("step"), int):
+                raise DataError(f"{path}:{number}: the row has no step; mend the line or move the file away")
+            rows += [row] * (row["step"] <= last)
     write_jsonl(path, rows)
     return rows
 
 
+def keep_steps(folder: str, done: int) -> None:
+    """Remove from a folder of rollouts what is not of the steps that are done: of steps taken again, or half-written."""
+    os.makedirs(folder, exist_ok=True)
+    kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
+    for name in os.listdir(folder):
+        if name.startswith("step_") and name not in kept:
+            os.remove(os.path.join(folder, name))
+
+
+def read_json(path: str) -> dict | None:
+    """The object in a JSON file; None where there is none. DataError for a damaged one."""
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as f:
+        return data.parse_object(f.read(), path)
+
+
 def append_metrics(path: str, row: dict) -> None:
     """Add a row of figures to a log; those that are not finite, which JSON lacks, become null."""
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+    finite = {
+        key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()
+    }
     with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
         f.write(json.dumps(finite) + "\n")
 
@@ -149,26 +175,35 @@ def fingerprint(path: str) -> str:
             for start in range(0, size, max(block, size // 64)):
                 f.seek(start)
                 digest.update(f.read(block))
-    if base := adapter_base(path):
-        digest.update(fingerprint(base).encode())
+    if adapter := read_json(os.path.join(path, "adapter_config.json")):
+        digest.update(fingerprint(adapter.get("base_model_name_or_path", "")).encode())
     return digest.hexdigest()[:16]
 
 
-def named(path: str) -> list[str]:
+def path_with_digest(path: str) -> list[str]:
     """A file or folder as a setting: [name, digest of the content]."""
     return [path, fingerprint(path)]
 
 
 def changed_setting(before: dict, settings: dict) -> str:
     """What the first setting that differs was and is, files compared by content alone; empty where none differs."""
+
     def split(value: object) -> tuple:  # (what to show, what to compare)
-        texts = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+        texts = (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(isinstance(part, str) for part in value)
+        )
         return tuple(value) if texts else (value, value)
 
     for key, value in settings.items():
         (old, old_digest), (now, now_digest) = split(before.get(key)), split(value)
         if old_digest != now_digest:
-            return f"{key}={now!r} has other content" if old == now else f"{key} was {old!r} and is {now!r}"
+            return (
+                f"{key}={now!r} has other content"
+                if old == now
+                else f"{key} was {old!r} and is {now!r}"
+            )
     return ""
 
 
@@ -182,22 +217,19 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
             json.dump(settings, f, indent=1, ensure_ascii=False)
         return
     if not os.path.exists(path):
-        raise DataError(f"there is output, but no {path}, which infer.py writes first: it is another tool's, or "
-                        "incomplete; choose another output")
+        raise DataError(
+            f"there is output, but no {path}, which infer.py writes first: it is another tool's, or "
+            "incomplete; choose another output"
+        )
     try:
         before = json.loads("\n".join(line for _, line in data.read_lines(path)))
     except ValueError as e:
         raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
     if change := changed_setting(before, settings):
-        raise DataError(f"{path}: this output was begun with other settings: {change}; choose another output, or "
-                        "overwrite=true to begin anew")
-
-
-def item_id(item: Turn | Question) -> str:
-    return item.query_id if isinstance(item, Turn) else item.id
-
-# copies out; it needs the imports above less those of this project (and a ValueError named RetrieverError): torch,
-# transformers and what transformers brings along.
+        raise DataError(
+            f"{path}: this output was begun with other settings: {change}; choose another output, or "
+            "overwrite=true to begin anew"
+        )
 
 
 class Progress:
@@ -209,6 +241,7 @@ class Progress:
         self.bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
+
             self.bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=2)
 
     def update(self, n: int) -> None:
@@ -219,8 +252,11 @@ class Progress:
         elif now - self.said >= self.every:
             self.said, rate = now, self.done / (now - self.started)
             left = (self.total - self.done) / max(rate, 1e-9)
-            print(f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | {left:,.0f} s left",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | {left:,.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         if self.bar is not None:

@@ -25,28 +25,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn, Tensor
+from torch import Tensor, nn
 
-from data import located_passages, Passage
+from data import Passage, located_passages
 from distributed import broadcast_object, gather_objects
-from runs import atomic_write, only_writer, Progress
+from runs import Progress, atomic_write, only_writer
 from search.exact import exact_gold_ranks, exact_search, merge_best, place
 from search.faiss_index import FaissIndex
 from search.fusion import best_rank
 from search.passages import (
+    FAILED,
+    Hits,
+    PassageIds,
+    RetrieverError,
+    Survey,
     check_k,
     check_queries,
     check_same,
     corpus_bytes,
-    FAILED,
     gold_positions,
-    Hits,
     mapped,
-    PassageIds,
     read_ids,
     read_meta,
-    RetrieverError,
-    Survey,
     survey,
     tokens_of,
     write_meta,

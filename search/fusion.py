@@ -6,7 +6,7 @@ import math
 from itertools import islice
 from typing import Any, Collection, Sequence
 
-from search.passages import check_k, check_queries, FAILED, gold_positions, Hits, RetrieverError
+from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_positions
 
 
 def rank_in(hits: Hits, score: float, golds: Collection[str]) -> int:

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="module")
-def where():
+def dist():
     """This process as the only one of a group, on the CPU, on a machine with a GPU too."""
     import distributed
 
@@ -53,3 +53,7 @@ def where():
             patch.delenv(name, raising=False)
         yield distributed.setup()
         distributed.cleanup()
+
+@pytest.fixture(scope="module")
+def where(dist):
+    return dist

@@ -19,14 +19,16 @@ import config
 import data
 import distributed
 import grpo
-from batching import assign_groups, micro_batch_rows, plan_updates, share_rollouts
+from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
 from engines.base import Rollout
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import share_prefixes, token_logprobs
 from prompts import encode_chat, encode_example, response_text, rewrite_prompt
 from rollout import collate_rollouts
 from runs import begin_metrics, write_jsonl
+from scoring.health import collapse_reason, step_figures
 import tiny
+import training
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -110,6 +112,11 @@ def make_batch(seed: int = 0):
     return rollouts, advantages
 
 
+def plans(policy, rollouts, advantages, cfg, skip_flat=False):
+    batch = collate_rollouts(rollouts, advantages, 0)
+    return plan_updates(policy, batch, torch.device("cpu"), cfg.micro_batch_tokens, cfg.updates_per_batch, skip_flat)
+
+
 def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, torch.Tensor]:
     """One `update` with an optimizer that only records: the gradient, unclipped, as full tensors."""
     policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
@@ -120,15 +127,15 @@ def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, to
         def step(self, closure=None):
             found.update({name: distributed.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
 
-    plans = plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where)
-    grpo.add_reference(reference, plans, cfg.temperature)
-    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), plans, cfg, where)
+    updates = plans(policy, rollouts, advantages, cfg)
+    grpo.add_reference(reference, updates, cfg.temperature)
+    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), updates, cfg, where)
     return found | {"stats": stats}
 
 
 def updated(policy, optimizer, rollouts, advantages, cfg, where) -> dict:
     """The statistics of one `update` without a reference."""
-    return grpo.update(policy, optimizer, plan_updates(policy, collate_rollouts(rollouts, advantages, 0), cfg, where), cfg, where)
+    return grpo.update(policy, optimizer, plans(policy, rollouts, advantages, cfg), cfg, where)
 
 
 def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
@@ -178,7 +185,7 @@ def test_two_processes_give_the_gradient_of_one(where, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(f"""
 import torch, distributed, grpo
-from batching import share_rollouts
+from batching import deal_out
 from test_grpo import make_batch, gradients
 where = distributed.setup()
 rollouts, advantages = make_batch()
@@ -186,8 +193,9 @@ mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - wher
 theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
 cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=1)
 found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
-held, origins = share_rollouts([r for r in rollouts if r.group_id == 0 or where.rank == 0], 0, where)  # two groups, and one
-exchanged = distributed.gather_objects([(origin, r.group_id, r.prompt_ids, r.response_ids) for origin, r in zip(origins, held)])
+sampled = [i for i, r in enumerate(rollouts) if r.group_id == 0 or where.rank == 0]  # two groups, and one
+held, given = deal_out([rollouts[i] for i in sampled], [100.0 * where.rank + i for i in sampled], where)
+exchanged = distributed.gather_objects([(a, r.group_id, r.prompt_ids, r.response_ids) for a, r in zip(given, held)])
 if where.rank == 0:
     torch.save((found, theirs, exchanged), {str(tmp_path / "two.pt")!r})
 distributed.all_reduce_sum([0.0])  # nobody leaves while another still works
@@ -196,12 +204,12 @@ distributed.cleanup()
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)], env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     double, kept, exchanged = torch.load(tmp_path / "two.pt", weights_only=False)
-    seen = {}
-    for origin, group, prompt, response in (row for part in exchanged for row in part):
-        sampled = (rollouts if origin[0] == 0 else [r for r in rollouts if r.group_id == 0])[origin[1]]
-        assert (prompt, response) == (sampled.prompt_ids, sampled.response_ids)  # the very rollout that its origin names
-        seen[origin] = group
-    assert len(seen) == 12 and len(exchanged[0]) < 8 + 4  # every rollout has one owner
+    rows = [row for part in exchanged for row in part]
+    for advantage, _, prompt, response in rows:  # which came along tells which rollout it is
+        sampled = rollouts[int(advantage) % 100]
+        assert (prompt, response) == (sampled.prompt_ids, sampled.response_ids)
+    assert len({a for a, *_ in rows}) == len(rows) == 12  # every rollout has one owner
+    assert sorted(map(len, exchanged)) == [4, 8]
     for part in exchanged:  # groups are whole: four of each
         assert all(sum(g == group for _, g, *_ in part) == 4 for _, group, *_ in part)
     single = gradients(cfg, [rollouts[i] for i in kept], advantages[kept], where)
@@ -212,7 +220,7 @@ distributed.cleanup()
             assert (double[name] - single[name]).abs().max() <= 1e-5 * single[name].abs().max() + 1e-7, name
 
 
-def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
+def test_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
     tiny.tiny_lm(tmp_path, attention_dropout=0.1)
     policy = distributed.shard_model(load_causal_lm(str(tmp_path)), where)
     batch = collate_rollouts(*make_batch(), 0)
@@ -223,7 +231,7 @@ def test_grp_31_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_pa
     assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
 
 
-def test_grp_35_kl_still_acts_on_flat_groups(where):
+def test_kl_still_acts_on_flat_groups(where):
     rollouts, _ = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.1, max_grad_norm=1e9)
     found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), where)
@@ -255,24 +263,62 @@ def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
     assert all(map(torch.equal, *after))
 
 
-def test_a_rank_whose_rollouts_all_failed_takes_part_without_training(where):
-    cfg = grpo.GRPOConfig(kl_coef=0.5)
-    held, origins = share_rollouts(rollouts_of([(0, "x"), (0, "y")], end="engine_error"), 0, where)
-    assert origins == [(-1, 0)] and [r.loss_mask for r in held] == [[0]]
-    stats = gradients(cfg, held, torch.zeros(1), where)["stats"]
+def test_rollouts_that_failed_or_have_no_trained_token_are_not_dealt_out(where):
+    failed = rollouts_of([(0, "x"), (0, "y"), (1, "z")])
+    silent = Rollout([5], [6], [0.0], [0], 2, "eos")
+    held, advantages = deal_out([*failed, silent], [None, 0.5, None, 1.0], where)
+    assert [r.response_ids for r in held] == [failed[1].response_ids] and advantages == [0.5]
+    assert deal_out(failed, [None] * 3, where) == ([], [])
+
+
+def test_a_rank_without_rollouts_takes_part_without_training(where):
+    idle = [Rollout([5], [5], [0.0], [0], 0, "eos")]  # what grpo.build_updates puts there
+    stats = gradients(grpo.GRPOConfig(kl_coef=0.5), idle, torch.zeros(1), where)["stats"]
     assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
 
 
 def test_groups_are_dealt_out_by_tokens_and_never_split():
     rng = random.Random(0)
     for world in (1, 2, 4, 8):
-        tokens = [[rng.randrange(100, 3000) for _ in range(16)] for _ in range(world)]
-        owners = assign_groups(tokens)
-        assert sorted(g for own in owners for g in own) == [(r, i) for r in range(world) for i in range(16)]
-        loads = [sum(tokens[r][i] for r, i in own) for own in owners]
+        sizes = [{i: rng.randrange(100, 3000) for i in range(16)} for _ in range(world)]
+        owners = assign_groups(sizes)
+        assert sorted(owners) == [(r, i) for r in range(world) for i in range(16)]
+        loads = [sum(sizes[r][i] for (r, i), owner in owners.items() if owner == rank) for rank in range(world)]
         assert max(loads) <= 1.03 * sum(loads) / world
-    assert assign_groups([[5, 5], [5, 5]]) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]  # nothing moves without need
-    assert assign_groups([[9], []]) == [[(0, 0)], []]
+    assert sorted(assign_groups([{0: 5, 1: 5}, {0: 5, 1: 5}]).values()) == [0, 0, 1, 1]
+    assert assign_groups([{0: 9}, {}]) == {(0, 0): 0}
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
+def test_flat_groups_left_out_of_the_update_change_neither_loss_nor_gradient(where, mode):
+    rollouts, advantages = make_batch()
+    advantages = torch.where(torch.tensor([r.group_id for r in rollouts]) == 0, 0.0, advantages)
+    cfg = grpo.GRPOConfig(kl_coef=0.0, max_grad_norm=1e9, loss_mode=mode, max_response_tokens=16)
+    seen = []
+    for skip_flat in (False, True):
+        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+        updates = plans(policy, rollouts, advantages, cfg, skip_flat)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+        stats = grpo.update(policy, optimizer, updates, cfg, where)
+        seen.append((stats, [distributed.full_tensor(p.detach()) for p in policy.parameters()]))
+    (kept, weights), (left_out, same) = seen
+    assert left_out["tokens"] < kept["tokens"]
+    assert left_out["loss"] == pytest.approx(kept["loss"], abs=1e-6)
+    assert left_out["grad_norm"] == pytest.approx(kept["grad_norm"], rel=1e-5)
+    assert all((a - b).abs().max() <= 1e-6 for a, b in zip(weights, same))
+
+
+def test_a_step_without_a_gradient_moves_nothing(where):
+    """With kl_coef=0 and flat groups alone, momentum and weight decay would still move the weights."""
+    rollouts, advantages = make_batch()
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    optimizer = make_optimizer(policy, 1e-2, weight_decay=0.1)
+    cfg = grpo.GRPOConfig(kl_coef=0.0)
+    updated(policy, optimizer, rollouts, advantages, cfg, where)  # there is momentum now
+    before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
+    updated(policy, optimizer, rollouts, torch.zeros(len(rollouts)), cfg, where)
+    after = [distributed.full_tensor(p.detach()) for p in policy.parameters()]
+    assert all(map(torch.equal, before, after))
 
 
 def test_micro_batches_hold_the_budget_and_keep_groups_together():
@@ -334,40 +380,36 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
     good = response_text("a", "alpha")
     ranker = Ranker({"alpha": 1, "beta": None})
     rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, response_text("a", "beta"))])
-    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
-    assert ranker.asked == ["alpha", "beta"]  # rew-12: the empty rewrite is not searched either
+    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    assert ranker.asked == ["alpha", "beta"]  # the empty rewrite is not searched either
     assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
-    assert [s.rank for s in scores] == [1, 1, None, None, None]
+    assert [s.figures["rank"] for s in scores] == [1, 1, None, None, None]
 
 
-def test_ret_34_a_failed_search_is_left_out_and_counted_never_scored(where):
+def test_a_failed_search_is_left_out_and_counted_never_scored(where):
     from retriever import FAILED
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
     cfg = grpo.GRPOConfig()
-    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
+    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
-    advantages = grpo.rollout_advantages(rollouts, scores, cfg)
+    advantages = grpo.rollout_advantages(rollouts, scores)
     assert [a is None for a in advantages] == [False, True, False, False] and sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-6)
-    plans = plan_updates(tiny.tiny_lm(), collate_rollouts(rollouts, torch.zeros(4), 0), cfg, where)
-    grpo.add_advantages(plans, advantages)
-    ((micro,),) = plans
-    for row, mask, value in zip(micro.rows, micro.part.loss_mask, micro.part.advantages.tolist()):
-        assert bool(mask.any()) == (row != 1) and value == pytest.approx(advantages[row] or 0.0)
-    rows = grpo.rollout_rows(rollouts, scores, advantages, [turn(0, ["p"])], 0)
-    assert grpo.reward_stats(rows)["failed"] == 1 and grpo.reward_stats(rows)["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
+    run = type("R", (), {"dist": where})
+    figures = step_figures(training.gather_rows(run, rollouts, scores, advantages, [turn(0, ["p"])]))
+    assert figures["failed"] == 1 and figures["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
 
 
 def test_an_engine_error_is_left_out():
     rollouts = rollouts_of([(0, response_text("t", "a"))], end="engine_error")
-    assert grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
+    assert grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
 
 
 def test_a_step_in_which_everything_failed_stops_with_a_reason(where):
     rollouts = rollouts_of([(0, "x")], end="engine_error")
-    scores = grpo.score_rollouts(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
     with pytest.raises(grpo.Stopped, match="failed"):
-        grpo.rollout_advantages(rollouts, scores, grpo.GRPOConfig())
+        grpo.rollout_advantages(rollouts, scores)
 
 
 # --------------------------------------------------------------------------------------------------------------- the loop
@@ -394,7 +436,7 @@ def test_run_folder_and_last_line(world, finished):
     AutoModelForCausalLM.from_pretrained(world / "whole/final")
 
 
-def test_ckp_02_a_killed_run_continues_bit_identically(world, finished):
+def test_a_killed_run_continues_bit_identically(world, finished):
     process = subprocess.Popen(command(world, "killed"), cwd=world, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wanted = world / "killed/checkpoint_000002"
     deadline = time.time() + 300
@@ -429,7 +471,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
 
     def resume(*more):
         run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("changed"), *more]), where)
-        return run, grpo.resume(run)
+        return run, training.resume(run)["step"]
 
     for more, words in [("lr=1e-4", "lr was 0.001 and is 0.0001"), ("train=dev.jsonl", "train was 'train.jsonl' and is"),
                         ("retriever.k1=0.5", "retriever.k1 was 0.9 and is 0.5"), ("steps=3", "has 4 steps done")]:
@@ -444,13 +486,13 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     assert sorted(os.listdir("changed/rollouts")) == [f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)]
     state = world / "changed/checkpoint_000004/state.json"
     state.write_text(json.dumps({"step": 4, "best": {}}))
-    with pytest.raises(config.ConfigError, match="no checkpoint of grpo.py"):
+    with pytest.raises(config.ConfigError, match="no checkpoint of this version"):
         resume()
     for folder in (world / "changed").glob("checkpoint_*"):
         shutil.rmtree(folder)
     with pytest.raises(config.ConfigError, match="finished run without a checkpoint"):
         resume()
-    assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 5  # nothing of it is lost
+    assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 4  # the last is logged anew
     shutil.rmtree("changed/final")
     os.makedirs("changed/best", exist_ok=True)
     assert resume()[1] == 0 and not os.path.exists("changed/best")  # another run's: bench scripts would take it
@@ -461,13 +503,15 @@ def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch
     shutil.copytree(world / "whole", world / "bad")
     rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 4)]
     write_jsonl(world / "bad/metrics.jsonl", rows)
+    state = world / "bad/checkpoint_000004/state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"row": rows[-1]}))
     monkeypatch.chdir(world)
     run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), where)
-    grpo.resume(run)
+    training.resume(run)
     with pytest.raises(grpo.Stopped, match="not finite in three steps"):
-        grpo.guard(run)
+        training.guard(run)
     run.history = [row | {"skipped": 0} for row in run.history * 5]
-    grpo.guard(run)
+    training.guard(run)
 
 
 def test_two_processes_take_the_same_steps_as_one(world, finished):
@@ -479,7 +523,7 @@ def test_two_processes_take_the_same_steps_as_one(world, finished):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
 
 
-def test_ckp_04_a_run_of_one_process_continues_on_two(world):
+def test_a_run_of_one_process_continues_on_two(world):
     assert run(world, "moved", "steps=2").returncode == 0
     done = run(world, "moved", "steps=3", processes=2)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-2000:]
@@ -519,20 +563,20 @@ def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, wor
     assert not (world / "refused").exists()
 
 
-def test_rew_40_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
+def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
     monkeypatch.chdir(world)
     run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), where)
-    assert len(run.turns) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
+    assert len(run.items) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
     tokenizer = tiny.tiny_tokenizer()
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
     encode = lambda t: encode_chat(tokenizer, rewrite_prompt(t))
-    kept, prompts = grpo.encode_turns(turns, encode, len(encode(turns[0])), "x")
+    kept, prompts = training.encode_items(turns, encode, len(encode(turns[0])), "x")
     assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
 
 
-def test_syn_13_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
+def test_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
     done = run(world, "uneven", "prompts_per_step=3", processes=2)
     assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr
 
@@ -541,8 +585,8 @@ def test_a_run_that_cannot_learn_says_so(capsys):
     """Format rate 0 makes every group flat while validation shows the raw question's figures: easily taken for a result."""
     run = type("R", (), {"cfg": grpo.GRPOConfig(), "best": {"step": -1},
                          "history": [{"skipped": 0, "flat_groups": 1.0, "format_rate": 0.0}] * 3})
-    grpo.guard(run)
+    training.guard(run)
     assert "every group was flat (format rate 0.00)" in capsys.readouterr().out
     run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
-    grpo.guard(run)
+    training.guard(run)
     assert not capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""grpo.py's mathematics against slow loops, float64, autograd and hand values; the reported cases grp-*."""
+"""grpo.py's mathematics against slow loops, float64, autograd and hand values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 import grpo
+import training
+from scoring.health import collapse_reason, step_figures
 from engines.torch_engine import sample_tokens
 from grpo import (aggregate, clipped_policy_loss, group_advantages, loss_denominator, low_var_kl,
                   truncated_importance)
@@ -36,19 +38,19 @@ def test_advantages_equal_a_slow_loop_in_any_order(scale):
         assert torch.allclose(group_advantages(rewards, groups, scale), expected, atol=1e-6)
 
 
-def test_grp_01_inside_each_group():
+def test_inside_each_group():
     rewards, groups = torch.tensor([1., 0, 0, 1, 5, 5, 3, 3]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     expected = torch.tensor([.865875, -.865875, -.865875, .865875, .86595, .86595, -.86595, -.86595])
     assert torch.allclose(group_advantages(rewards, groups), expected, atol=2e-3)
 
 
-def test_grp_03_equal_questions_stay_two_groups():
+def test_equal_questions_stay_two_groups():
     """The group is the row of the data set (an id), never the text of the prompt."""
     assert group_advantages(torch.tensor([1., 0, 1, 1]), torch.tensor([11, 11, 12, 12]), False).tolist() == [.5, -.5, 0, 0]
 
 
 @pytest.mark.parametrize("rewards", [[0.30000000000000004, 0.3] * 4, [0.1] * 8, [41 / 90.] * 16, [-0.1]])
-def test_grp_05_flat_groups_give_exactly_zero(rewards):
+def test_flat_groups_give_exactly_zero(rewards):
     for dtype in (torch.float32, torch.float64):
         assert group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards))).eq(0).all()
 
@@ -61,7 +63,7 @@ def test_every_reachable_rank_repeated_gives_exactly_zero():
             assert group_advantages(rewards, torch.zeros(n)).abs().max() == 0
 
 
-def test_grp_07_lone_advantage_is_bounded():
+def test_lone_advantage_is_bounded():
     a = group_advantages(torch.tensor([.35] * 7 + [0.]), torch.zeros(8))
     assert torch.allclose(a, torch.tensor([.353551] * 7 + [-2.474854]), atol=2e-3)
     assert a.abs().max() <= 7 / math.sqrt(8) + 1e-6
@@ -72,7 +74,7 @@ def test_non_finite_rewards_are_refused():
         group_advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
 
 
-def test_grp_15_and_17_sum_over_one_global_count():
+def test_and_17_sum_over_one_global_count():
     losses = [[.5], [1.] * 7, [2.] * 3, [.2] * 5]
     width = max(map(len, losses))
     per_token = torch.tensor([row + [99.] * (width - len(row)) for row in losses])
@@ -103,7 +105,7 @@ def test_aggregate_modes_equal_slow_loops_and_ignore_what_is_masked(mode):
         assert parts.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_grp_19_everything_masked():
+def test_everything_masked():
     x = torch.tensor([[1., 2.], [5., 5.]], requires_grad=True)
     mask = torch.zeros(2, 2)
     loss = aggregate(x, mask, "token_mean", loss_denominator(mask, "token_mean", 0))
@@ -111,7 +113,7 @@ def test_grp_19_everything_masked():
     assert loss.item() == 0 and x.grad.eq(0).all()
 
 
-def test_grp_21_truncated_left_out_of_both():
+def test_truncated_left_out_of_both():
     per_token, mask = torch.tensor([[1., 1, 0, 0], [9., 9, 9, 9]]), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
     assert aggregate(per_token, mask, "token_mean", loss_denominator(mask, "token_mean", 0)).item() == 1.0
 
@@ -121,7 +123,7 @@ def test_unknown_mode_is_refused():
         aggregate(torch.ones(1, 1), torch.ones(1, 1), "mean", 1)
 
 
-def test_grp_23_kl_far_apart_is_finite():
+def test_kl_far_apart_is_finite():
     logprobs = torch.tensor([[-120., -1.]], requires_grad=True)
     k = low_var_kl(logprobs, torch.tensor([[-.5, -1.]]))
     k.sum().backward()
@@ -159,7 +161,7 @@ def test_kl_pulls_in_float32_whatever_the_limit(limit):
     assert torch.isfinite(k).all() and torch.allclose(logprobs.grad.double(), slope, rtol=1e-3)
 
 
-def test_grp_25_clipped_objective():
+def test_clipped_objective():
     points = [[1.5, 1.], [1.5, -1.], [.5, 1.], [.5, -1.], [1.1, 1.], [.9, -2.]]
     new = torch.tensor([[math.log(r)] for r, _ in points])
     loss, clipped = clipped_policy_loss(new, torch.zeros(6, 1), torch.tensor([a for _, a in points]), 0.2)
@@ -186,7 +188,7 @@ def test_on_policy_gradient_is_the_policy_gradient():
     assert torch.allclose(new.grad, -a[:, None].expand(3, 5))
 
 
-def test_grp_27_kl_is_applied_once():
+def test_kl_is_applied_once():
     per_token = torch.full((1, 4), .5) + .1 * torch.full((1, 4), 2.0)
     assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(.7)
 
@@ -197,27 +199,66 @@ def test_truncated_importance():
 
 
 def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
-    seen = [i for step in range(10) for i in grpo.step_turns(25, step, 5, seed=3)]
+    seen = [i for step in range(10) for i in training.step_items(25, step, 5, seed=3)]
     assert sorted(seen[:25]) == list(range(25)) and sorted(seen[25:]) == list(range(25)) and seen[:25] != seen[25:]
-    ragged = [i for step in range(7) for i in grpo.step_turns(25, step, 7, seed=3)]
+    ragged = [i for step in range(7) for i in training.step_items(25, step, 7, seed=3)]
     assert ragged[:25] == seen[:25]  # the stream is the same however it is cut
-    assert len(grpo.step_turns(3, 2, 8, seed=0)) == 8
+    assert len(training.step_items(3, 2, 8, seed=0)) == 8
 
 
 def test_collapse_reason():
     good = dict(format_rate=.9, reward=1.0, entropy=.5, kl=.01)
-    assert grpo.collapse_reason([good] * 60) is None and grpo.collapse_reason([good] * 5) is None
+    assert collapse_reason([good] * 60) is None and collapse_reason([good] * 5) is None
     for change in (dict(format_rate=.1), dict(reward=.1), dict(entropy=4.0), dict(kl=3.0)):
-        assert grpo.collapse_reason([good] * 30 + [good | change] * 10)
+        assert collapse_reason([good] * 30 + [good | change] * 10)
     rising = [dict(format_rate=.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)]
-    assert grpo.collapse_reason(rising) is None
+    assert collapse_reason(rising) is None
 
 
-def test_grp_29_training_samples_from_the_distribution_its_log_probabilities_are_of():
-    """Log-probabilities under top_p are of what was kept (rollout.sample_tokens); so GRPO samples without it."""
+def test_log_probabilities_under_top_p_are_of_what_was_kept():
+    """Of another distribution than the trainer's, therefore: GRPO samples without top_p."""
     logits, one = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1)
     (ids, logprobs), (_, whole) = (sample_tokens(logits, one, torch.tensor([p]), torch.zeros(1, dtype=torch.float64))
                                    for p in (0.79, 1.0))  # .5 + .3 is .8, give or take a rounding
     assert ids.tolist() == [0] and float(logprobs) == pytest.approx(-0.470004, abs=1e-6)
     assert float(whole) == pytest.approx(-0.693147, abs=1e-6)
-    assert grpo.sampling_for(grpo.GRPOConfig(), 0, 0).top_p == 1.0
+
+
+def test_a_nan_in_a_window_does_not_switch_the_guard_off():
+    good = dict(format_rate=.9, reward=1.0, entropy=.5, kl=.01)
+    for key, change in (("entropy", dict(entropy=4.0)), ("kl", dict(kl=3.0))):
+        for place in (0, 15, 35):
+            rows = [dict(good) for _ in range(30)] + [good | change for _ in range(10)]
+            rows[place][key] = math.nan
+            assert collapse_reason(rows), (key, place)
+
+
+@pytest.mark.parametrize("rewards, flat", [
+    ([math.exp(1 - 20), math.exp(1 - 15), math.exp(1 - 40), 0, 0, 0, 0, 0], False), ([1e-9, 2e-9], False),
+    ([1e6, 1e6 + 0.01], True), ([0.0, 0.0], True), ([-0.1, -0.1], True)])
+def test_equal_is_judged_by_the_size_of_the_rewards(rewards, flat):
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)))
+    assert bool((found == 0).all()) == flat
+    rows = [dict(group=0, reward=r, advantage=a, well_formed=True, tokens=1, end="eos", rank=None, rewrite="")
+            for r, a in zip(rewards, found.tolist())]
+    assert step_figures(rows)["flat_groups"] == flat
+
+
+INFINITE = [(-math.inf, -math.inf), (-math.inf, -3.0), (-3.0, -math.inf), (math.inf, -1.0), (math.inf, math.inf), (-1e30, 0.0)]
+
+
+@pytest.mark.parametrize("a, b", INFINITE)
+def test_loss_and_kl_are_finite_for_infinite_log_probabilities(a, b):
+    logprobs, other = torch.tensor([[a, -1.0]], requires_grad=True), torch.tensor([[b, -1.0]])
+    loss, _ = clipped_policy_loss(logprobs, other, torch.tensor([1.5]), 0.2)
+    kl = low_var_kl(logprobs, other)
+    assert torch.isfinite(loss).all() and torch.isfinite(kl).all()
+    assert torch.isfinite(truncated_importance(logprobs, other, 2.0)).all()
+    (loss.sum() + kl.sum()).backward()
+    assert torch.isfinite(logprobs.grad).all() and float(logprobs.grad[0, 1]) == pytest.approx(-1.5)
+
+
+def test_a_nan_log_probability_stays_one():
+    """It is a fault, which the gradient's norm shows; nothing hides it."""
+    nan, one = torch.tensor([[math.nan]]), torch.tensor([[-1.0]])
+    assert low_var_kl(nan, one).isnan().all() and clipped_policy_loss(nan, one, torch.ones(1), 0.2)[0].isnan().all()

@@ -21,11 +21,6 @@ from runs import changed_setting, check_settings, fingerprint, only_writer, writ
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Dist(0, 1, torch.device("cpu"))
 
-ELSEWHERE = {  # cases of the area that this file does not test
-    "inf-02": "positions from a left-padded mask: model.token_logprobs and the engine, tests of those files",
-}
-
-
 def response(rewrite, think="she = Ann"):
     return response_text(think, rewrite)
 
@@ -84,7 +79,7 @@ def scripted(monkeypatch):
 
 
 def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
-    """dat-23, inf-10: one line of text a rewrite; an unclosed one falls back to the question, flagged, never empty."""
+    """one line of text a rewrite; an unclosed one falls back to the question, flagged, never empty."""
     turns = write_turns(tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900})
     scripted({"who wrote it?": response("who wrote\nDune\t ?"), "unclosed": "<think>a</think>\n<rewrite>who wrote Dune",
               "broken": None})
@@ -102,7 +97,7 @@ def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
 
 
 def test_restart_after_a_crash_samples_only_what_is_missing(lm, tmp_path, scripted):
-    """inf-06: a and b are done, c is half written: only c is sampled, and the file equals an undisturbed one."""
+    """a and b are done, c is half written: only c is sampled, and the file equals an undisturbed one."""
     questions = {k: f"question {k}" for k in "abc"}
     turns = write_turns(tmp_path / "t.jsonl", questions)
     answers = {q: [response(f"first {q}"), response(f"second {q}")] for q in questions.values()}
@@ -185,7 +180,7 @@ def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
 
 
 def test_end_tokens_come_from_a_list_and_an_unknown_pad_becomes_eos(tmp_path):
-    """inf-08: both ids of the generation config end a response.  inf-04: a pad id without an embedding is not used."""
+    """both ids of the generation config end a response; a pad id without an embedding is not used."""
     model = tiny_lm()
     model.generation_config.eos_token_id = [2, 4]
     model.save_pretrained(tmp_path)
@@ -203,7 +198,7 @@ def seven(tmp_path_factory):
 
 
 def test_batches_do_not_change_greedy_output(lm, seven, tmp_path):
-    """inf-12: temperature 0, batches of 1 and 4."""
+    """temperature 0, batches of 1 and 4."""
     rows = []
     for batch in (1, 4):
         infer.main(infer.InferConfig(model=lm, turns=seven, out=str(tmp_path / f"{batch}.jsonl"), max_response_tokens=12,
@@ -268,3 +263,23 @@ def test_output_of_another_tool_is_left_alone(tmp_path):
     with pytest.raises(data.DataError, match="there is output, but no .*meta.json.*choose another output$"):
         check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
     assert os.listdir(tmp_path) == []
+
+def test_what_failed_for_a_technical_reason_is_asked_again(lm, tmp_path, scripted):
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
+    engine = scripted({"one": response("1"), "two": None})
+    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
+    assert infer.main(cfg)["engine_error"] == 1
+    engine.answers["two"] = response("2")
+    engine.asked.clear()
+    result = infer.main(cfg)
+    assert engine.asked == ["two"] and (result["generated"], result["ok"], result["engine_error"]) == (1, 2, 0)
+    assert [row["rewrite"] for row in read(cfg.out)] == ["1", "2"]
+    assert infer.main(cfg)["generated"] == 0
+
+
+def test_the_instruction_of_a_file_takes_the_place_of_ours(lm, tmp_path):
+    (tmp_path / "i.txt").write_text("Say it so that a search engine finds it.\n")
+    turns = write_turns(tmp_path / "t.jsonl", {"a": "one"})
+    cfg = infer.InferConfig(model=lm, turns=turns, instruction=str(tmp_path / "i.txt"), out=str(tmp_path / "o.jsonl"))
+    text = tiny_tokenizer().decode(infer.encode_prompts(cfg, data.read_turns(turns), tiny_tokenizer())["a"])
+    assert "Say it so that a search engine finds it.\n\nConversation:" in text and "Rewrite the last question" not in text

@@ -16,20 +16,19 @@ from test_infer import CPU, Scripted, exit_status, read, response, write_turns
 from tiny import tiny_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 import data
+import distributed
 import infer
 import sft
+import targets
 from distributed import Dist
-from packing import token_logprobs
+from batching import training_batch
+from model import prepare_causal_lm
+from packing import packed_logprobs, token_logprobs
 from prompts import encode_chat, rewrite_prompt
 from runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 
-ELSEWHERE = {  # cases of the areas sft and checkpoint that this file does not test
-    "ckp-08": "a full disk while saving: distributed.save_checkpoint, tests of that file",
-    "ckp-12": "names under wrappers: distributed.full_parameters; here final/ loads strictly (overfit test)",
-    "ckp-14": "one checkpoint for all ranks: distributed.latest_checkpoint, tests of that file",
-}
 FACTS = [("who is Ann?", "A painter.", "she", "Ann"), ("who is Bob?", "A poet.", "he", "Bob"),
          ("what is Oslo?", "A city.", "it", "Oslo"), ("who is Cleo?", "A queen.", "she", "Cleo"),
          ("who is Dag?", "A cook.", "he", "Dag")]
@@ -99,11 +98,11 @@ def same_run(a, b):
 
 def rows_of(lm, records, **changes):
     cfg = config(lm, records, "unused", **changes)
-    return sft.make_examples(data.read_turns(records), tiny_tokenizer(), cfg, records)
+    return targets.make_examples(data.read_turns(records), tiny_tokenizer(), cfg, records)
 
 
 def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
-    """sft-05: reasoning is in the target.  sft-07: prompt and answer are encoded apart and joined."""
+    """reasoning is in the target.  prompt and answer are encoded apart and joined."""
     turn = data.read_turns(records)[0]
     example = rows_of(lm, records)[0][0]
     tokenizer = tiny_tokenizer()
@@ -112,7 +111,7 @@ def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
     target = [t for t, m in zip(example.tokens[1:], example.loss_mask) if m]
     assert target == tokenizer(turn.response)["input_ids"] + [2] and len(example.loss_mask) == len(example.tokens) - 1
     assert tokenizer.decode(target) == "<think>she = Ann</think>\n<rewrite>is Ann 0?</rewrite><|im_end|>"
-    assert sft.human_response("is she 0?", "is Ann 0?") == response("is Ann 0?", "missing: Ann")
+    assert targets.human_response("is she 0?", "is Ann 0?") == response("is Ann 0?", "missing: Ann")
     assert tokenizer.decode(rows_of(lm, records, target="rewrite")[0][1].tokens).endswith(
         "<think>missing: Bob</think>\n<rewrite>is Bob 1?</rewrite><|im_end|>")
 
@@ -129,15 +128,17 @@ def test_blank_targets_are_dropped_and_malformed_ones_are_told(lm, tmp_path, cap
 
 
 def test_mask_goes_by_position_when_pad_is_eos():
-    """sft-03: the one EOS of the response is trained, the equal ids behind it are not."""
-    batch = sft.collate([sft.Example([9, 7, 8, 2], [1, 1, 1], ""), sft.Example([9] * 6, [0] * 5, "")], 2)
+    """The one EOS of the response is trained, the equal ids behind it are not."""
+    rows = [targets.Example([9, 7, 8, 2], [1, 1, 1], ""), targets.Example([9] * 6, [0] * 5, "")]
+    batch = training_batch([sft.as_rollout(row, i) for i, row in enumerate(rows)], [0.0] * 2, 2)
     assert batch.tokens[0].tolist() == [9, 7, 8, 2, 2, 2]
-    labels = torch.where(batch.loss_mask, batch.tokens[:, 1:], -100)
-    assert labels[0].tolist() == [7, 8, 2, -100, -100] and batch.attention_mask[0].tolist() == [1, 1, 1, 1, 0, 0]
+    labels = torch.where(batch.loss_mask.bool(), batch.tokens[:, 1:], -100)
+    assert labels.tolist() == [[7, 8, 2, -100, -100], [-100] * 5]
+    assert batch.attention_mask[0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
-    """sft-01: a row whose target would be cut is no row."""
+    """a row whose target would be cut is no row."""
     path = str(tmp_path / "r.jsonl")
     write_jsonl(path, [record(0), record(1, response=response("x" * 300)), record(2, response=None)])
     limit = len(rows_of(lm, records)[0][0].tokens) + 5
@@ -146,50 +147,40 @@ def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
 
 
 def test_no_row_left_is_an_error_before_the_model_is_loaded(lm, records, tmp_path, monkeypatch):
-    """sft-09"""
     monkeypatch.setattr(sft, "load_causal_lm", lambda *a: pytest.fail("the model was loaded"))
     with pytest.raises(data.DataError, match="7 longer than 20 tokens.*raise max_length"):
         sft.main(config(lm, records, tmp_path / "o", max_length=20))
 
 
-def test_token_accuracy_counts_masked_positions_only():
-    """sft-11"""
+def test_token_accuracy_counts_masked_positions_only(dist):
     model = tiny_lm()
     logits = model(torch.tensor([[7, 9, 2, 2]])).logits[0]
     best, other = int(logits[0].argmax()), int(logits[1].argmin())
     logits = model(torch.tensor([[7, best, other, 2]])).logits[0]
-    batch = sft.collate([sft.Example([7, best, other, 2, 3], [1, 1, 0, 0], "")], 0)
-    where = sft.distributed.setup()
-    try:
-        assert sft.heldout_loss(model, [batch])["heldout_accuracy"] == (1 + (int(logits[1].argmax()) == other)) / 2
-    finally:
-        sft.distributed.cleanup()
+    batches = sft.step_batches(model, [targets.Example([7, best, other, 2, 3], [1, 1, 0, 0], "")], 99, 0, dist)
+    assert sft.heldout_loss(model, batches)["heldout_accuracy"] == (1 + (int(logits[1].argmax()) == other)) / 2
 
 
-def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records):
+def test_heldout_loss_is_the_mean_over_trained_tokens(lm, records, dist):
     examples = rows_of(lm, records)[0]
     model = tiny_lm()
-    where = sft.distributed.setup()
-    try:
-        found = sft.heldout_loss(model, sft.micro_batches(examples, 600, 0, where))
-    finally:
-        sft.distributed.cleanup()
+    found = sft.heldout_loss(model, sft.step_batches(model, examples, 600, 0, dist))
     sums = torch.zeros(3)
     for e in examples:
         with torch.no_grad():
             logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
-        targets, mask = torch.tensor(e.tokens[1:]), torch.tensor(e.loss_mask).bool()
-        correct = (logits.argmax(-1) == targets)[mask].sum()
-        sums += torch.stack([-logits[mask, targets[mask]].sum(), correct, mask.sum()])
+        after, mask = torch.tensor(e.tokens[1:]), torch.tensor(e.loss_mask).bool()
+        correct = (logits.argmax(-1) == after)[mask].sum()
+        sums += torch.stack([-logits[mask, after[mask]].sum(), correct, mask.sum()])
     assert found["heldout_loss"] == pytest.approx(float(sums[0] / sums[2]), rel=1e-5)
     assert found["heldout_accuracy"] == pytest.approx(float(sums[1] / sums[2]), abs=1e-9)
 
 
 def test_heldout_shares_no_conversation_and_order_covers_every_row():
-    rows = [sft.Example([i], [], f"c{i // 2}") for i in range(11)]
-    train, held = sft.split_heldout(rows, 0.3, seed=1)
+    rows = [targets.Example([i], [], f"c{i // 2}") for i in range(11)]
+    train, held = targets.split_heldout(rows, 0.3, seed=1)
     assert len(train) + len(held) == 11 and not {e.conversation_id for e in train} & {e.conversation_id for e in held}
-    assert sft.split_heldout(rows[:2], 0.3, seed=1) == (rows[:2], []) and sft.split_heldout(rows, 0.0, 1)[1] == []
+    assert targets.split_heldout(rows[:2], 0.3, seed=1) == (rows[:2], []) and targets.split_heldout(rows, 0.0, 1)[1] == []
     cfg = sft.SFTConfig(sequences_per_step=4)
     epochs = [[sft.step_examples(rows, 3 * epoch + i, cfg) for i in range(3)] for epoch in range(2)]
     assert [len(step) for step in epochs[0]] == [4, 4, 3]  # the incomplete batch is kept
@@ -199,16 +190,16 @@ def test_heldout_shares_no_conversation_and_order_covers_every_row():
 
 # ------------------------------------------------------------------------------------------------------------- the loss
 
-def one_update(examples, size, where=CPU):
+def one_update(examples, size, dist):
     """Weights after one step of plain gradient descent: start - gradient."""
-    model = tiny_lm().double()
-    batches = sft.micro_batches(examples, size, 0, where)
+    model = distributed.shard_model(prepare_causal_lm(tiny_lm().double()), dist)
+    batches = sft.step_batches(model, examples, size, 0, dist)
     tokens = sum(sum(e.loss_mask) for e in examples)
     loss, norm = sft.train_step(model, torch.optim.SGD(model.parameters()), batches, tokens, 1.0, 1e9)
-    return loss, norm, model.state_dict()
+    return loss, norm, {name: distributed.full_tensor(p) for name, p in model.state_dict().items()}
 
 
-def test_gradient_does_not_depend_on_the_micro_batch_size(lm, records):
+def test_gradient_does_not_depend_on_the_micro_batch_size(lm, records, dist):
     examples = rows_of(lm, records)[0]
     model = tiny_lm().double()
     for e in examples:  # the oracle: row by row, nothing padded
@@ -217,23 +208,22 @@ def test_gradient_does_not_depend_on_the_micro_batch_size(lm, records):
         part = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         (part / sum(sum(e.loss_mask) for e in examples)).backward()
     for size in (1, 400, 900, 9000):
-        after = one_update(examples, size)[2]
+        after = one_update(examples, size, dist)[2]
         for name, p in model.named_parameters():
             assert (after[name] - (p.detach() - p.grad)).abs().max() < 1e-6, (size, name)  # logits are taken in float32
 
 
-def test_processes_share_a_batch_without_loss(lm, records):
-    """Every process has as many micro-batches as the others, and together they have every row once."""
-    examples = rows_of(lm, records)[0]
+def test_processes_share_a_batch_without_loss(lm, records, dist):
+    """Together they have every row once; one without rows still has a backward pass."""
+    examples, model = rows_of(lm, records)[0], tiny_lm()
     for world in (1, 2, 3, 8, 9):
-        parts = [sft.micro_batches(examples, 600, 0, Dist(rank, world, CPU.device)) for rank in range(world)]
-        assert len({len(p) for p in parts}) == 1
-        assert sum(int(b.loss_mask.sum()) for p in parts for b in p) == sum(sum(e.loss_mask) for e in examples)
-    empty = sft.collate([], 0)
-    model = tiny_lm()
-    out = token_logprobs(model, empty.tokens, empty.attention_mask, positions=empty.loss_mask)
-    out.sum().backward()  # a process without rows still has a backward pass
-    assert out.tolist() == [[0.0]] and all(p.grad is None or not p.grad.any() for p in model.parameters())
+        parts = [sft.step_batches(model, examples, 600, 0, Dist(rank, world, CPU.device)) for rank in range(world)]
+        trained = [int(m.part.loss_mask.sum()) for part in parts for m in part]
+        assert all(parts) and sum(trained) == sum(sum(e.loss_mask) for e in examples)
+    (idle,) = parts[-1]  # nine processes, seven rows
+    out = packed_logprobs(model, idle.packed)
+    out.sum().backward()
+    assert not out.any() and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
@@ -282,7 +272,7 @@ def crash_at(monkeypatch, step):
 
 
 def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypatch):
-    """ckp-02: every resumption is in its place.  ckp-06: what a kill left of a save is ignored.  ckp-10: a damaged
+    """every resumption is in its place.  what a kill left of a save is ignored.  a damaged
     state.json is passed over for the checkpoint before it."""
     output = tmp_path / "run"
     for step in (2, 4):
@@ -340,7 +330,7 @@ def drive(tmp_path, cfg, processes=1, kill=-1):
 
 
 def test_sigkill_then_two_processes(lm, records, whole, tmp_path):
-    """A killed run goes on bit for bit in one process, and within rounding in two (ckp-04: same global order)."""
+    """A killed run goes on bit for bit in one process, and within rounding in two (same global order)."""
     output = tmp_path / "run"
     killed = drive(tmp_path, config(lm, records, output), kill=3)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -404,7 +394,7 @@ def test_warm_up_keeps_what_retrieves(lm, tmp_path, monkeypatch):
     engine = Scripted(answers)
     retriever = Ranks({"good": 1, "second": 2, "bad": None, "broken": math.nan})
     monkeypatch.setattr(infer, "open_engine", lambda *a: engine)
-    monkeypatch.setattr(sft, "open_retriever", lambda cfg: retriever)
+    monkeypatch.setattr(targets, "open_retriever", lambda cfg: retriever)
     cfg = sft.SFTConfig(stage="sample", model=lm, turns=turns, examples=str(tmp_path / "e.jsonl"),
                         out=str(tmp_path / "o"), samples_per_turn=4, max_response_tokens=200)
     stats = sft.main(cfg)["sample"]
@@ -477,12 +467,3 @@ def test_every_knob_is_documented():
     import config as configuration
     for cls in (sft.SFTConfig, infer.InferConfig):
         assert set(configuration.field_docs(cls)) >= set(vars(cls())) - {"retriever"}
-
-
-def test_all_cases_of_the_areas_are_here_or_listed():
-    """Case ids named in the tests of sft.py and infer.py, and those tested elsewhere."""
-    import test_infer
-    text = Path(__file__).read_text() + Path(test_infer.__file__).read_text()
-    expected = ([f"sft-{i:02d}" for i in range(1, 12, 2)] + [f"inf-{i:02d}" for i in range(2, 13, 2)]
-                + [f"ckp-{i:02d}" for i in (2, 4, 6, 8, 10, 12, 14)])
-    assert not set(expected) - set(re.findall(r"(?:sft|inf|ckp)-\d\d", text))

@@ -1,0 +1,119 @@
+"""Figures of a training step, from its rollouts as they are written to disk, and the signs of a collapsed policy.
+
+A row is one rollout: group, reward (None: it failed for a technical reason), advantage, well_formed, tokens, end; of a
+rewrite rank and rewrite; of an episode the figures of `episodes.episode.episode_figures`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """The mean of what is there and finite; NaN where nothing is."""
+    there = [v for v in values if v is not None and math.isfinite(v)]
+    return sum(there) / len(there) if there else math.nan
+
+
+def step_figures(rows: list[dict]) -> dict[str, float]:
+    """Reward, format, ranks or answers, lengths, flat groups and failures of a step's rollouts (all ranks)."""
+    scored = [r for r in rows if r["reward"] is not None]
+    flat: dict[int, bool] = {}
+    for r in scored:
+        flat[r["group"]] = flat.get(r["group"], True) and r["advantage"] == 0
+    n, rewards = max(1, len(scored)), [r["reward"] for r in scored]
+    return {
+        "reward": sum(rewards) / n,
+        "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        "format_rate": sum(r["well_formed"] for r in scored) / n,
+        **(answer_means(scored) if rows and "f1" in rows[0] else rank_means(scored)),
+        "flat_groups": sum(flat.values()) / max(1, len(flat)),
+        "response_tokens": mean([r["tokens"] for r in rows]),
+        "length_stops": mean([r["end"] == "length" for r in rows]),
+        "failed": len(rows) - len(scored),
+    }
+
+
+def rank_means(rows: list[dict]) -> dict[str, float]:
+    """Retrieval by the rewrites of a step, and their length in words."""
+    n, ranks = max(1, len(rows)), [r["rank"] for r in rows if r["rank"] is not None]
+    return {
+        "hit@1": sum(k == 1 for k in ranks) / n,
+        "hit@10": sum(k <= 10 for k in ranks) / n,
+        "hit@100": len(ranks) / n,
+        "mrr": sum(1 / k for k in ranks) / n,
+        "rewrite_words": sum(len((r["rewrite"] or "").split()) for r in rows) / n,
+    }
+
+
+ANSWER_KEYS = ("em", "f1", "gold_recall", "all_gold", "searches", "notes", "rounds", "model_tokens")
+
+
+def answer_means(rows: Sequence[dict]) -> dict[str, float]:
+    """Means of episodes' figures; of the gold passages over those that are judged, NaN where none is."""
+    return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS}
+
+
+def collapse_reason(history: list[dict], window: int = 10) -> str | None:
+    """Why the run should stop, by its last `window` steps against the best window before; None while all is well.
+
+    Four signs: the format rate halves, the mean reward falls below a quarter of its best, entropy triples (babble),
+    KL per token passes 2 nats. Figures that are not finite are left out of a window's mean.
+    """
+    if len(history) < 2 * window:
+        return None
+    starts = range(0, len(history) - 2 * window + 1, window)
+    windows = [history[i : i + window] for i in starts] + [history[-window:]]
+
+    def before_and_now(key: str, best) -> tuple[float, float]:
+        *before, now = (mean([row[key] for row in rows]) for rows in windows)
+        return best((v for v in before if math.isfinite(v)), default=math.nan), now
+
+    best, now = before_and_now("format_rate", max)
+    if best > 0.2 and now < 0.5 * best:
+        return f"the format rate fell from {best:.2f} to {now:.2f}"
+    best, now = before_and_now("reward", max)
+    if best > 0.2 and now < 0.25 * best:
+        return f"the mean reward fell from {best:.3f} to {now:.3f}"
+    lowest, now = before_and_now("entropy", min)
+    if now > 3 * lowest + 0.5:
+        return f"the entropy rose from {lowest:.2f} to {now:.2f} nats a token"
+    _, now = before_and_now("kl", min)
+    if now > 2.0:
+        return f"the KL to the starting policy is {now:.2f} nats a token"
+    return None
+
+
+def step_line(row: dict, steps: int, seconds: float) -> str:
+    """The one line a step prints; `seconds` is what a step takes."""
+    keys = ("mrr", "hit@1") if "mrr" in row else ("f1", "em", "all_gold", "searches")
+    shown = "".join(f"{key.replace('_', ' ')} {row[key]:.3f} | " for key in keys)
+    phases = {
+        "gen": "sample",
+        "reward": "reward",
+        "ref": "reference",
+        "train": "update",
+        "sync": "sync",
+    }
+    took = "".join(f"{name} {row[f'seconds_{phase}']:.1f}s | " for name, phase in phases.items())
+    return (
+        f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | {shown}"
+        f"format {row['format_rate']:.3f} | kl {row['kl']:.4f} | entropy {row['entropy']:.3f} | "
+        f"flat {row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | "
+        f"len {row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
+        f"{took}left {seconds * (steps - row['step']) / 60:.0f}m"
+    )
+
+
+def validation_line(figures: dict, step: int, steps: int, best: dict, seconds: float) -> str:
+    """The line of a validation; `best`: the best value and its step so far."""
+    keys = ("mrr", "ndcg@3", "recall@10", "recall@100")
+    if "dev_f1" in figures:
+        keys = ("f1", "em", "gold_recall", "all_gold", "searches")
+    shown = "".join(f"{key} {figures[f'dev_{key}']:.4f} | " for key in keys)
+    return (
+        f"validation {step:05d}/{steps:05d} | {shown}format {figures['dev_format_rate']:.3f} | "
+        f"best {best['value']:.4f} at {best['step']} | {seconds:.1f}s"
+    )

@@ -1,0 +1,331 @@
+"""Targets of supervised fine-tuning: the self-driven warm-up that makes them, and the rows they become.
+
+The warm-up (arXiv 2505.15776 §3.3): the model answers the train turns with the few-shot prompt (through infer.py) and
+well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
+record. `cfg` is sft.SFTConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+import os
+import random
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+
+import data
+import distributed
+import infer
+from config import save_config
+from data import DataError, Turn
+from distributed import Dist, print0
+from episodes import trajectories
+from episodes.episode import ENDED
+from prompts import (
+    encode_chat,
+    encode_example,
+    eos_token_ids,
+    read_instruction,
+    response_text,
+    rewrite_prompt,
+)
+from retriever import open_retriever, retriever_settings
+from reward import parse_response
+from runs import atomic_write, check_settings, path_with_digest, write_jsonl
+
+
+def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
+    if dist.rank == 0:
+        there = [
+            path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.out), name))
+        ]
+        if cfg.overwrite:
+            for path in there:
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        begun = not cfg.overwrite and any(map(os.path.getsize, there))
+        check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
+        save_config(
+            cfg, os.path.join(cfg.out, "config.yaml" if stage == "train" else "sample.config.yaml")
+        )
+    distributed.broadcast_object(None)
+
+
+def read_result(path: str) -> dict | None:
+    """The figures of a stage that is complete, None of one that is not."""
+    if not os.path.exists(path):
+        return None
+    print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_result(path: str, result: dict) -> None:
+    with atomic_write(path) as f:
+        json.dump(result, f, indent=1)
+
+
+def select_records(
+    turns: list[Turn],
+    rows: list[dict],
+    ranks: dict[tuple[str, int], int | None],
+    max_rank: int,
+    keep_per_turn: int,
+) -> list[dict]:
+    """Records of the responses whose rank, by (query id, sample), is at most `max_rank`, in the order of `turns`."""
+    good: dict[str, list[dict]] = {}
+    for row in rows:
+        rank = ranks.get((row["query_id"], row["sample"]))
+        if rank is not None and rank <= max_rank:
+            good.setdefault(row["query_id"], []).append(row | {"rank": rank})
+    records = []
+    for turn in turns:
+        kept: dict[str, dict] = {}  # response → its best row
+        for row in sorted(good.get(turn.query_id, []), key=lambda r: (r["rank"], r["sample"])):
+            kept.setdefault(row["response"].strip(), row)
+        for i, (response, row) in enumerate(list(kept.items())[:keep_per_turn]):
+            query_id = f"{turn.query_id}#{row['sample']}" if i else turn.query_id
+            record = dataclasses.replace(turn, query_id=query_id, response=response).record()
+            records.append(record | {"rank": row["rank"], "sample": row["sample"]})
+    return records
+
+
+def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
+    """((query id, sample) → rank of the well-formed rows, technical failures left out; number of searches).
+
+    Equal rewrites of a turn are searched once, each process searches its share.
+    """
+    golds = {t.query_id: t.gold_ids for t in turns}
+    good = [row for row in rows if row["status"] == "ok"]
+    searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
+    mine = searches[dist.rank :: dist.world]
+    found = retriever.gold_ranks(
+        [text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100
+    )
+    rank_of = {
+        search: rank
+        for part in distributed.gather_objects(list(zip(mine, found)))
+        for search, rank in part
+    }
+    ranks = {
+        (row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good
+    }
+    return {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}, len(
+        searches
+    )
+
+
+SAMPLE_KEYS = (
+    "seed",
+    "max_turns",
+    "samples_per_turn",
+    "temperature",
+    "max_response_tokens",
+    "max_prompt_tokens",
+    "max_rank",
+    "keep_per_turn",
+)
+
+
+def sample_settings(cfg) -> dict:
+    """What decides the records, files by their content."""
+    files = {
+        key: path_with_digest(getattr(cfg, key))
+        for key in ("model", "turns", "examples", "instruction")
+    }
+    return (
+        files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | retriever_settings(cfg.retriever)
+    )
+
+
+def sample_records(cfg, dist: Dist) -> dict:
+    """Write `<out>/records.jsonl` and `sample_stats.json`; returns the statistics.  Nothing to do if they are there.
+
+    DataError if no record is left.
+    """
+    stats_path, records_path = (
+        os.path.join(cfg.out, name) for name in ("sample_stats.json", "records.jsonl")
+    )
+    begin_stage(
+        cfg,
+        dist,
+        "sample",
+        sample_settings(cfg),
+        (
+            "samples.jsonl",
+            "samples.jsonl.done",
+            "samples.jsonl.rank*",
+            "records.jsonl",
+            "sample_stats.json",
+        ),
+    )
+    stats = read_result(stats_path)
+    if stats is None:
+        retriever = open_retriever(cfg.retriever)
+        turns, without_gold = data.with_gold(
+            data.read_turns(cfg.turns), retriever.passage_ids, cfg.turns
+        )
+        if cfg.max_turns is not None and cfg.max_turns < len(turns):
+            turns = [
+                turns[i]
+                for i in sorted(random.Random(cfg.seed).sample(range(len(turns)), cfg.max_turns))
+            ]
+        rows, summary = infer.respond(
+            infer.InferConfig(
+                model=cfg.model,
+                turns=cfg.turns,
+                out=os.path.join(cfg.out, "samples.jsonl"),
+                prompt="few-shot",
+                examples=cfg.examples,
+                instruction=cfg.instruction,
+                samples=cfg.samples_per_turn,
+                temperature=cfg.temperature,
+                max_response_tokens=cfg.max_response_tokens,
+                max_prompt_tokens=cfg.max_prompt_tokens,
+                seed=cfg.seed,
+                chunk=cfg.chunk,
+                engine=cfg.engine,
+            ),
+            turns,
+            dist,
+        )
+        ranks, searches = rank_rewrites(retriever, turns, rows, dist)
+        records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
+        good = {key for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
+        stats = {
+            "turns": len(turns),
+            "turns_without_gold": without_gold,
+            "samples": len(rows),
+            "well_formed": summary["ok"],
+            **{k: summary[k] for k in ("malformed", "too_long", "engine_error")},
+            "searches": searches,
+            "search_failed": summary["ok"] - len(ranks),
+            "found_in_100": sum(rank is not None for rank in ranks.values()),
+            "within_max_rank": len(good),
+            "turns_covered": len({query_id for query_id, _ in good}),
+            "kept": len(records),
+            "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1),
+        }
+        print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
+        if dist.rank == 0:
+            write_jsonl(records_path, records)
+            write_result(stats_path, stats)
+        distributed.broadcast_object(None)
+    if not stats["kept"]:
+        raise DataError(
+            f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} are well "
+            "formed; raise samples_per_turn or max_rank, or give examples that this model follows"
+        )
+    return stats
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training row."""
+
+    tokens: list[int]  # T+1
+    loss_mask: list[int]  # T
+    conversation_id: str
+
+
+def human_response(question: str, rewrite: str) -> str:
+    """A target made of a human rewrite: the think block lists the words that it adds to the question."""
+    known = set(question.lower().split())
+    added = [word for word in rewrite.split() if word.lower() not in known]
+    return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
+
+
+def make_examples(turns: list[Turn], tokenizer, cfg, path: str) -> tuple[list[Example], Counter]:
+    """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why.  DataError if none is left."""
+    eos_id = eos_token_ids(tokenizer)[0]
+    examples, dropped, malformed = [], Counter(), 0
+    instruction = read_instruction(cfg.instruction)
+    for turn in turns:
+        target = turn.response
+        if cfg.target == "rewrite":
+            target = (
+                human_response(turn.question, turn.rewrite)
+                if (turn.rewrite or "").strip()
+                else None
+            )
+        if not (target or "").strip():
+            dropped[f"without {cfg.target}"] += 1
+            continue
+        malformed += not parse_response(target).well_formed
+        prompt_ids = encode_chat(tokenizer, rewrite_prompt(turn, instruction))
+        example = Example(
+            *encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id
+        )
+        if len(example.tokens) > cfg.max_length:
+            dropped[f"longer than {cfg.max_length} tokens"] += 1
+        else:
+            examples.append(example)
+    if not examples:
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, or give "
+            f"turns with a `{cfg.target}`"
+        )
+    if malformed:
+        print0(
+            f"note: {malformed} of the {len(turns)} targets of {path} are not one think block and one rewrite block; "
+            "they are trained, but inference and rewards will call such responses malformed"
+        )
+    return examples, dropped
+
+
+def make_trajectory_examples(
+    rows: list[dict], tokenizer, cfg, path: str
+) -> tuple[list[Example], Counter]:
+    """Rows whose assistant's turns are trained, and how many were dropped why.  DataError if none is left."""
+    examples, dropped = [], Counter()
+    for row in rows:
+        if row.get("error"):
+            dropped["failed for a technical reason"] += 1
+        elif row.get("end", "answered") not in ENDED:
+            dropped[f"ended as {row['end']}"] += 1
+        elif row["messages"][-1]["role"] != "assistant" or trajectories.is_blank(
+            row["messages"][-1]
+        ):
+            dropped["without a last answer"] += 1
+        else:
+            try:
+                example = Example(
+                    *trajectories.encode(tokenizer, row), trajectories.question_key(row)
+                )
+            except DataError as e:
+                raise DataError(f"{path}: {e}") from e
+            if not any(example.loss_mask):
+                dropped["without a turn to train"] += 1
+            elif len(example.tokens) > cfg.max_length:
+                dropped[f"longer than {cfg.max_length} tokens"] += 1
+            else:
+                examples.append(example)
+    if not examples:
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"{path}: none of its {len(rows)} trajectories can be trained on ({why}); raise max_length, or "
+            "give trajectories that end in an answer"
+        )
+    return examples, dropped
+
+
+def split_heldout(
+    examples: list[Example], fraction: float, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """(train, held out): whole conversations, drawn with the seed; the only conversation is never held out."""
+    conversations = sorted({e.conversation_id for e in examples})
+    random.Random(seed).shuffle(conversations)
+    count = (
+        min(max(1, round(fraction * len(conversations))), len(conversations) - 1)
+        if fraction > 0
+        else 0
+    )
+    held = set(conversations[:count])
+    return [e for e in examples if e.conversation_id not in held], [
+        e for e in examples if e.conversation_id in held
+    ]
