@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import json
 import math
 import os
+import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +38,7 @@ from search.bm25 import BM25Retriever
 from search.exact import exact_gold_ranks, exact_search, FAILED
 from search.fusion import HybridRetriever, rrf
 from search.passages import PassageIds, read_ids, RetrieverError, write_ids
-from tiny import tiny_encoder
+from tiny import tiny_encoder, tiny_lm
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "red blue green fox dog bird tree wine river stone cloud music paper engine garden winter".split()
@@ -375,6 +378,97 @@ def test_encoders_block_copies_out(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": ""})
     assert done.stdout == "ance 3 32\nmean 3 32\n", done.stderr
+
+
+# ------------------------------------------------------------------------- folders that are no encoders
+
+
+@pytest.mark.parametrize("make, missing", [
+    (tiny_ance, "tokenizer.json and no merges.txt and no vocab.json"), (tiny_encoder, "tokenizer.json and no vocab.txt")])
+def test_an_encoder_without_tokenizer_files_is_refused(tmp_path, make, missing):
+    """The library would invent a vocabulary of five tokens, and the index would rank nothing."""
+    make(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+        with pytest.raises(RetrieverError, match=f"{tmp_path}.*"):
+            load_encoder(str(tmp_path), "cpu")
+    with pytest.raises(RetrieverError, match=f"{tmp_path} has no {missing}: its tokenizer is missing"):
+        load_encoder(str(tmp_path), "cpu")
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path):
+    tiny_encoder(tmp_path)
+    model = BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    model.resize_token_embeddings(260)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RetrieverError, match="ids up to 260, its model 260 embeddings"):
+        load_encoder(str(tmp_path), "cpu")
+    model.resize_token_embeddings(300)  # a padded table is in order
+    model.save_pretrained(tmp_path)
+    load_encoder(str(tmp_path), "cpu")
+
+
+def test_a_language_model_is_no_encoder_unless_pooling_is_given(tmp_path):
+    tiny_lm(tmp_path, vocab=300)
+    with pytest.raises(RetrieverError, match="is a language model .Qwen2ForCausalLM.*pooling=mean"):
+        load_encoder(str(tmp_path), "cpu")
+    assert load_encoder(str(tmp_path), "cpu", pooling="mean")[2].pooling == "mean"
+
+
+def test_code_in_an_encoders_folder_never_runs(tmp_path, monkeypatch):
+    tiny_encoder(tmp_path / "e")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # the library asks on a terminal
+    for part, config in (("config.json", {"auto_map": {"AutoConfig": "own.C", "AutoModel": "own.M"}, "model_type": "own"}),
+                         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", None]}, "tokenizer_class": "T"})):
+        folder = tmp_path / part.split("_")[0]
+        shutil.copytree(tmp_path / "e", folder)
+        settings = json.loads((folder / part).read_text())
+        (folder / part).write_text(json.dumps(settings | config))
+        (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        with contextlib.suppress(RetrieverError):
+            load_encoder(str(folder), "cpu")
+        assert not (tmp_path / "ran").exists()
+
+
+class Command:
+    """What a pickle may carry: it runs a command when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("make", [tiny_ance, tiny_encoder])
+@pytest.mark.parametrize("damage", ["pickle", "cut", "config"])
+def test_damaged_and_malicious_files_are_one_error(tmp_path, make, damage):
+    make(tmp_path / "e")
+    weights = tmp_path / "e/model.safetensors"
+    if damage == "pickle":
+        weights.unlink()
+        (tmp_path / "e/pytorch_model.bin").write_bytes(pickle.dumps({"x": Command(tmp_path / "ran")}, 2))
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:100])
+    else:
+        (tmp_path / "e/config.json").write_text("{")
+    with pytest.raises(RetrieverError, match=f"encoder '{tmp_path}/e' can't be loaded") as caught:
+        load_encoder(str(tmp_path / "e"), "cpu")
+    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
+
+
+def test_what_is_cut_is_counted(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts = load_encoder(str(tmp_path / "e"), "cpu", query_length=8, passage_length=20)
+    corpus = [Passage("a", "", "short"), Passage("b", "", "longer than twenty bytes"), Passage("c", "", "red fox")]
+    dense = DenseRetriever(build_index(tmp_path / "i", corpus, *parts), *parts)
+    bm25 = BM25Retriever(corpus)
+    bm25.cut_queries = 1
+    hybrid = HybridRetriever(dense, bm25)
+    assert (dense.cut_queries, dense.cut_passages) == (0, 1)
+    dense.search(["123456", "1234567", "12345678"], 1)  # two special tokens beside the bytes
+    dense.gold_ranks(["1234567"], [["a"]])
+    assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 4, 1)
 
 
 # ----------------------------------------------------------------------------------------------- exact search and ranks
