@@ -1,4 +1,5 @@
-"""From rollouts to micro-batches: groups dealt out to the ranks by length, then packed to a budget of tokens.
+"""From rollouts to micro-batches: groups dealt out to the ranks by length, then packed to a budget
+of tokens.
 
 Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
 """
@@ -38,8 +39,8 @@ class Update:
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
-    """The batch of this rank's rollouts; where it has none, of a token that is not trained: every rank takes part in
-    every collective."""
+    """The batch of this rank's rollouts; where it has none, of a token that is not trained: every
+    rank takes part in every collective."""
     if rollouts:
         return collate_rollouts(rollouts, advantages, pad_id)
     return collate_rollouts([Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")], [0.0], pad_id)
@@ -50,9 +51,9 @@ def deal_out(
 ) -> tuple[list[Rollout], list[float]]:
     """The rollouts that this rank trains, with their advantages. A collective.
 
-    Groups are sampled before their lengths are known, so whole groups change hands afterwards: the longest first, each
-    to the rank with the fewest tokens so far. Group ids are numbered anew. A rollout whose advantage is None (it
-    failed) or that has no trained token is left out.
+    Groups are sampled before their lengths are known, so whole groups change hands afterwards: the
+    longest first, each to the rank with the fewest tokens so far. Group ids are numbered anew. A
+    rollout whose advantage is None (it failed) or that has no trained token is left out.
     """
     own: dict[int, list[tuple[Rollout, float]]] = {}
     for r, advantage in zip(rollouts, advantages):
@@ -86,10 +87,11 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """`rows` cut into pieces of at most `budget` tokens (at least one sequence each), counted as they are packed.
+    """`rows` cut into pieces of at most `budget` tokens (at least one sequence each), counted as
+    they are packed.
 
-    Groups stay together where they fit, so that their prompt is computed once; pieces are filled with the longest
-    groups first, each where there is room.
+    Groups stay together where they fit, so that their prompt is computed once; pieces are filled
+    with the longest groups first, each where there is room.
     """
     lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
@@ -124,10 +126,11 @@ def plan_updates(
     updates: int = 1,
     skip_flat: bool = False,
 ) -> list[Update]:
-    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens. A collective.
+    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens. A
+    collective.
 
-    `skip_flat`: sequences whose advantage is 0 need no gradient and are not computed. Every rank has as many
-    micro-batches: one that trains nothing where there is nothing else to do.
+    `skip_flat`: sequences whose advantage is 0 need no gradient and are not computed. Every rank
+    has as many micro-batches: one that trains nothing where there is nothing else to do.
     """
     plans = []
     for share in torch.arange(len(batch)).tensor_split(updates):

@@ -1,6 +1,8 @@
-"""Configuration: dataclass defaults, then YAML (`--config file.yaml`), then `key=value`; the later wins.
+"""Configuration: dataclass defaults, then YAML (`--config file.yaml`), then `key=value`; the later
+wins.
 
-Every entry file declares its knobs in one dataclass and documents each by the string under the field:
+Every entry file declares its knobs in one dataclass and documents each by the string under the
+field:
 
     @dataclass
     class EvaluateConfig:
@@ -10,11 +12,12 @@ Every entry file declares its knobs in one dataclass and documents each by the s
     if __name__ == "__main__":
         run(EvaluateConfig, main)
 
-An unknown key is an error that names the nearest right one; a value of the wrong type is an error that names key, value
-and type.  What an unquoted scalar means is decided by the field it is for: `007` is a text in a str field and 7 in an
-int field, `1e-5` is a float; a quoted one is always a text, and nothing else is converted.
-A dataclass inside a dataclass is set by dotted keys (`retriever.k1=0.82`).  Standard library and PyYAML only.
-The numbers a field may hold stand in its annotation, `lr: Annotated[float, above(0)] = 1e-6`.
+An unknown key is an error that names the nearest right one; a value of the wrong type is an error
+that names key, value and type. What an unquoted scalar means is decided by the field it is for:
+`007` is a text in a str field and 7 in an int field, `1e-5` is a float; a quoted one is always a
+text, and nothing else is converted. A dataclass inside a dataclass is set by dotted keys
+(`retriever.k1=0.82`). Standard library and PyYAML only. The numbers a field may hold stand in its
+annotation, `lr: Annotated[float, above(0)] = 1e-6`.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ import sys
 import textwrap
 import types
 import typing
-from dataclasses import dataclass, fields, is_dataclass, MISSING
-from typing import Annotated, Any, Callable, get_args, get_origin, Literal, Union
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Callable, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -54,12 +57,19 @@ class Range:
     open: bool = False  # `low` itself is not allowed
 
     def __contains__(self, value: float) -> bool:
-        return math.isfinite(value) and (value > self.low if self.open else value >= self.low) and value <= self.high
+        return (
+            math.isfinite(value)
+            and (value > self.low if self.open else value >= self.low)
+            and value <= self.high
+        )
 
     def __str__(self) -> str:
-        if self.high < math.inf:
-            return f"{f'above {self.low}, at most' if self.open else f'from {self.low} to'} {self.high}"
-        return f"{'above' if self.open else 'at least'} {self.low}" if self.low > -math.inf else "finite"
+        low = f"above {self.low}" if self.open else f"at least {self.low}"
+        if self.low == -math.inf:
+            return "finite"
+        if self.high == math.inf:
+            return low
+        return f"{low}, at most {self.high}" if self.open else f"from {self.low} to {self.high}"
 
 
 def at_least(low: float) -> Range:
@@ -79,7 +89,8 @@ FINITE = Range(-math.inf)
 
 
 def check_ranges(cfg: Any, prefix: str = "") -> None:
-    """Raise ConfigError for the first number of a configuration (nested ones too) outside its field's range.
+    """Raise ConfigError for the first number of a configuration (nested ones too) outside its
+    field's range.
 
     null, where the type allows it, is in every range.
     """
@@ -88,13 +99,18 @@ def check_ranges(cfg: Any, prefix: str = "") -> None:
         value, hint = getattr(cfg, f.name), hints[f.name]
         if is_dataclass(value):
             check_ranges(value, f"{prefix}{f.name}.")
-        elif get_origin(hint) is Annotated and value is not None and value not in hint.__metadata__[0]:
+        elif (
+            get_origin(hint) is Annotated
+            and value is not None
+            and value not in hint.__metadata__[0]
+        ):
             null = ", or null" if type(None) in get_args(hint.__origin__) else ""
             raise ConfigError(f"{prefix}{f.name}={value} must be {hint.__metadata__[0]}{null}")
 
 
 class Plain(str):
-    """An unquoted YAML scalar as it is written: `convert` gives it the meaning that its field's type asks for."""
+    """An unquoted YAML scalar as it is written: `convert` gives it the meaning that its field's
+    type asks for."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -103,22 +119,29 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands twice in one mapping",
-                                                    node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice[0]} stands twice in one mapping", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
 for _tag in ("str", "int", "float", "bool", "null", "timestamp"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}",
-                            lambda _, node: node.value if node.style else Plain(node.value))
+    _Loader.add_constructor(
+        f"tag:yaml.org,2002:{_tag}", lambda _, node: node.value if node.style else Plain(node.value)
+    )
 
 
 def resolve(text: str) -> Any:
     """What YAML takes a plain scalar for: bool, null, int, float (`1e-5` too), or the text itself."""
     loader, text = yaml.SafeLoader(""), str(text)
     try:
-        return float(text) if _EXPONENT.fullmatch(text) else loader.construct_object(
-            yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+        return (
+            float(text)
+            if _EXPONENT.fullmatch(text)
+            else loader.construct_object(
+                yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+            )
+        )
     except (yaml.YAMLError, ValueError):  # `<<`, or a day such as 2025-13-45
         return text
 
@@ -132,9 +155,13 @@ def field_docs(cls: type) -> dict[str, str]:
     for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for node, after in zip(body, body[1:]):
-            if (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-                    and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                    and isinstance(after.value.value, str)):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
                 docs[node.target.id] = " ".join(after.value.value.split())
     return docs
 
@@ -154,7 +181,8 @@ def type_name(tp: Any) -> str:
 
 
 def convert(value: Any, tp: Any, key: str) -> Any:
-    """`value` (as `_Loader` gave it) checked against type `tp`; raises ConfigError naming `key`, value and type."""
+    """`value` (as `_Loader` gave it) checked against type `tp`; raises ConfigError naming `key`,
+    value and type."""
     origin, args = get_origin(tp), get_args(tp)
     written = value
     if isinstance(value, Plain):
@@ -181,7 +209,8 @@ def convert(value: Any, tp: Any, key: str) -> Any:
             if type(arg) in (type(value), str) and arg in (value, str(written)):
                 return arg
     elif origin is list:
-        if isinstance(written, str) and written and value is not None:  # one value stands for a list of one
+        # one value stands for a list of one
+        if isinstance(written, str) and written and value is not None:
             with contextlib.suppress(ConfigError):
                 return [convert(written, args[0], key)]
         if isinstance(value, list):
@@ -198,7 +227,11 @@ def convert(value: Any, tp: Any, key: str) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
     elif tp is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not math.isnan(value)
+        ):
             return float(value)
     elif tp is str:
         if isinstance(value, str):
@@ -208,20 +241,35 @@ def convert(value: Any, tp: Any, key: str) -> Any:
 
 
 def build(cls: type, values: dict, prefix: str = "") -> Any:
-    """An instance of dataclass `cls` from a (nested) mapping; unknown keys and wrong types raise ConfigError."""
+    """An instance of dataclass `cls` from a (nested) mapping; unknown keys and wrong types raise
+    ConfigError."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in fields(cls) if f.init]
     for key in values:
         if key not in names:
-            inner = [f"{n}.{key}" for n in names if is_dataclass(hints[n]) and key in {f.name for f in fields(hints[n])}]
+            inner = [
+                f"{n}.{key}"
+                for n in names
+                if is_dataclass(hints[n]) and key in {f.name for f in fields(hints[n])}
+            ]
             near = inner or difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else "known keys: " + ", ".join(prefix + n for n in names)
+            hint = (
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else "known keys: " + ", ".join(prefix + n for n in names)
+            )
             raise ConfigError(f"unknown key {prefix}{key}; {hint}")
-    missing = [f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING
-               and f.name not in values]
+    missing = [
+        f.name
+        for f in fields(cls)
+        if f.init and f.default is MISSING and f.default_factory is MISSING and f.name not in values
+    ]
     if missing:
-        raise ConfigError(f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the --config "
-                          "file")
+        raise ConfigError(
+            f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the "
+            "--config "
+            "file"
+        )
     return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
 
 
@@ -229,7 +277,11 @@ def merge(base: dict, update: dict) -> dict:
     """`update` laid over `base`; mappings merge key by key, everything else is replaced."""
     out = dict(base)
     for key, value in update.items():
-        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        out[key] = (
+            merge(out[key], value)
+            if isinstance(value, dict) and isinstance(out.get(key), dict)
+            else value
+        )
     return out
 
 
@@ -239,19 +291,24 @@ def read_yaml(path: str) -> dict:
         with open(path, encoding="utf-8-sig") as f:
             value = yaml.load(f, _Loader)
     except OSError as e:
-        raise ConfigError(f"--config {path}: {e.strerror or e}; give the path of a YAML file") from e
+        raise ConfigError(
+            f"--config {path}: {e.strerror or e}; give the path of a YAML file"
+        ) from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"--config {path}: not valid YAML: {' '.join(str(e).split())}") from e
     if value is None or (isinstance(value, Plain) and resolve(value) is None):
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"--config {path}: the top level must be a mapping of keys, not a "
-                          f"{'text' if isinstance(value, str) else type(value).__name__}")
+        raise ConfigError(
+            f"--config {path}: the top level must be a mapping of keys, not a "
+            f"{'text' if isinstance(value, str) else type(value).__name__}"
+        )
     return value
 
 
 def read_word(text: str) -> Any:
-    """The value in a command line's `key=value`: `[…]`, `{…}` and quoted text are YAML, all else one plain scalar."""
+    """The value in a command line's `key=value`: `[…]`, `{…}` and quoted text are YAML, all else
+    one plain scalar."""
     if text.startswith(("[", "{", '"', "'")):
         try:
             return yaml.load(text, _Loader)
@@ -261,10 +318,12 @@ def read_word(text: str) -> Any:
 
 
 def load_config(cls: type, argv: list[str] | None = None) -> Any:
-    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of `argv` (or sys.argv).
+    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of
+    `argv` (or sys.argv).
 
-    `--help` prints every knob with its meaning and default, and leaves with status 0.
-    Raises ConfigError (exit status 2) for an unknown key, a wrong type, a number out of its range, an unreadable file.
+    `--help` prints every knob with its meaning and default, and leaves with status 0. Raises
+    ConfigError (exit status 2) for an unknown key, a wrong type, a number out of its range, an
+    unreadable file.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     values: dict = {}
@@ -277,11 +336,15 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
         if word == "--config" or word.startswith("--config="):
             if word == "--config" and not words:
                 raise ConfigError("--config needs a YAML file behind it")
-            values = merge(values, read_yaml(word.partition("=")[2] if "=" in word else words.pop(0)))
+            values = merge(
+                values, read_yaml(word.partition("=")[2] if "=" in word else words.pop(0))
+            )
             continue
         key, equals, text = word.removeprefix("--").partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is neither --config FILE nor key=value; --help lists the keys")
+            raise ConfigError(
+                f"{word!r} is neither --config FILE nor key=value; --help lists the keys"
+            )
         value = read_word(text)
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -298,7 +361,10 @@ def to_dict(cfg: Any) -> dict:
 
 def save_config(cfg: Any, path: str) -> None:
     """Write the resolved configuration as YAML that `--config` reads back to an equal object."""
-    text, temporary = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True), f"{path}.{os.getpid()}.tmp"
+    text, temporary = (
+        yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True),
+        f"{path}.{os.getpid()}.tmp",
+    )
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as f:
             f.write(text)
@@ -312,7 +378,12 @@ def save_config(cfg: Any, path: str) -> None:
 def help_text(cls: type) -> str:
     """Usage and one line a knob: `key: type = default   meaning`."""
     first = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n")[0]
-    lines = [first, "", f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]", ""]
+    lines = [
+        first,
+        "",
+        f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]",
+        "",
+    ]
 
     def walk(c: type, prefix: str) -> None:
         docs, hints = field_docs(c), typing.get_type_hints(c, include_extras=True)
@@ -330,7 +401,11 @@ def help_text(cls: type) -> str:
                 value = f.default if f.default is not MISSING else f.default_factory()
                 default = json.dumps(value, ensure_ascii=False)
             lines.append(f"  {prefix}{f.name}: {type_name(tp)} = {default}")
-            lines.extend(textwrap.wrap(docs.get(f.name, ""), 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
+            lines.extend(
+                textwrap.wrap(
+                    docs.get(f.name, ""), 100, initial_indent=" " * 8, subsequent_indent=" " * 8
+                )
+            )
 
     walk(cls, "")
     return "\n".join(lines)
@@ -340,35 +415,58 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     raise SystemExit(128 + signum)
 
 
-def run(cls: type, main: Callable[[Any], dict | None], argv: list[str] | None = None,
-        status_file: str = "") -> None:
-    """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with a stated status.
+def run(
+    cls: type,
+    main: Callable[[Any], dict | None],
+    argv: list[str] | None = None,
+    status_file: str = "",
+) -> None:
+    """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with
+    a stated status.
 
-    0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or unreadable file;
-    130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its traceback (1).
-    `status_file`: a file of this name in the folder `out` tells status and reason of a run that ended otherwise than
-    well: torchrun's own status is 1 whatever happened.
+    0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or
+    unreadable file; 130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its
+    traceback (1). `status_file`: a file of this name in the folder `out` tells status and reason of
+    a run that did not end well: torchrun's own status is 1 whatever happened.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what a model wrote must not end a run where the locale lacks a character
+        # what a model wrote must not end a run where the locale lacks a character
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    note = ""
     try:
-        result = main(load_config(cls, argv))
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        raise SystemExit(130) from None
-    except OSError as e:
-        if e.errno is None:
-            raise
-        print(f"error: {e.filename or ''}: {e.strerror}".replace("error: :", "error:"), file=sys.stderr)
-        raise SystemExit(1) from e
-    except Exception as e:
-        status = getattr(e, "exit_status", None)
+        cfg = load_config(cls, argv)
+        note = status_file and os.path.join(cfg.out, status_file)
+        if note and os.path.exists(note) and os.environ.get("RANK", "0") == "0":
+            os.remove(note)
+        result = main(cfg)
+    except BaseException as e:
+        status, reason = exit_reason(e)
+        if note and status != 0 and os.path.isdir(os.path.dirname(note)):
+            _note_status(note, status or 1, reason)
         if status is None:
             raise
-        print(f"error: {e}", file=sys.stderr)
-        raise SystemExit(status) from e
+        if not isinstance(e, SystemExit):
+            print(reason, file=sys.stderr)
+        raise SystemExit(status) from None
     if result is not None:
         sys.stdout.flush()
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def exit_reason(e: BaseException) -> tuple[int | None, str]:
+    """(the status that a command leaves with for this exception, what it prints); None: a bug."""
+    if isinstance(e, SystemExit):
+        return e.code if isinstance(e.code, int) else 1, f"stopped with status {e.code}"
+    if isinstance(e, KeyboardInterrupt):
+        return 130, "stopped by Ctrl-C"
+    if isinstance(e, OSError) and e.errno is not None:
+        return 1, f"error: {e.filename}: {e.strerror}" if e.filename else f"error: {e.strerror}"
+    return getattr(e, "exit_status", None), f"error: {e}"
+
+
+def _note_status(path: str, status: int, reason: str) -> None:
+    """Leave status and reason, once: of several processes the first one's is the cause."""
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as f:
+        json.dump({"status": status, "reason": reason, "rank": os.environ.get("RANK", "0")}, f)

@@ -1,13 +1,15 @@
-"""GRPO with retrieval rewards: sample, score by rank, take advantages inside each group, update, sync the weights.
+"""GRPO with retrieval rewards: sample, score by rank, take advantages inside each group, update,
+sync the weights.
 
-Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; GRPO: arXiv 2402.03300). What differs
-from the paper and its code, and the field that gives the original's behaviour back, is listed in the README.
+Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; GRPO: arXiv
+2402.03300). What differs from the paper and its code, and the field that gives the original's
+behaviour back, is listed in the README.
 
-    python grpo.py --config configs/demo-grpo.yaml                             # one process
-    torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml …      # many: same batch, same loss
+    python grpo.py --config configs/demo-grpo.yaml
+    torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml …      # same batch, same loss
 
-The file reads from top to bottom: configuration, mathematics, one step, the loop. What the loop stands on (loading,
-resuming, exports, the log) is in training.py.
+The file reads from top to bottom: configuration, mathematics, one step, the loop. What the loop
+stands on (loading, resuming, exports, the log) is in training.py.
 
 Shapes: N prompts per step, G group size, B sequences, T predicted positions.
 """
@@ -41,7 +43,7 @@ from episodes.episode import AgentTask, EpisodeConfig, SearchTask
 from lora import LoRAConfig, starting_weights
 from model import lr_at
 from packing import packed_logprobs
-from retriever import RetrieverConfig, retriever_settings
+from retriever import RetrieverConfig
 from reward import parse_response, score_rewrite
 from rollout import TorchEngine, check_engine, check_engine_gap
 from scoring.health import step_figures
@@ -53,22 +55,26 @@ from training import Stopped
 @dataclass
 class GRPOConfig:
     task: Literal["rewrite", "search", "agent"] = "rewrite"
-    """what a response is: a rewritten question, or an episode that searches and answers (episode.py)"""
+    """what a response is: a rewritten question, or an episode that searches and answers
+    (episode.py)"""
     model: str = ""
-    """policy to start from, and the frozen KL reference: the warm-up's output; a Hugging Face folder or hub name"""
+    """policy to start from, and the frozen KL reference: the warm-up's output; a Hugging Face
+    folder or hub name"""
     train: str = ""
     """training turns (JSONL); for search and agent questions"""
     dev: str = ""
     """held-out turns or questions for validation (JSONL); empty: no validation"""
     qrels: list[str] = field(default_factory=list)
-    """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and metrics; optional"""
+    """search, agent: TREC files with the gold passages of `train` and `dev`, for gold_reward and
+    metrics; optional"""
     instruction: str = ""
     """rewrite: a text file with the instruction of the prompt; empty: prompts.INSTRUCTION"""
     out: str = "runs/grpo"
     """run folder: config.yaml, metrics.jsonl, rollouts/, checkpoint_*/, best/, final/, report.html,
     and exit.json with the status and reason of a run that ended early"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """the search engine whose ranks are the reward; search, agent: what episodes search, its `corpus` is shown"""
+    """the search engine whose ranks are the reward; search, agent: what episodes search, its
+    `corpus` is shown"""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """search, agent: budgets, form and reward of an episode"""
     seed: int = 0
@@ -86,8 +92,8 @@ class GRPOConfig:
     max_prompt_tokens: Annotated[int, at_least(1)] = 1536
     """longer prompts are left out and counted"""
     max_response_tokens: Annotated[int, at_least(1)] = 1024
-    """sampling stops here; such a response is trained on with whatever reward it earns; search, agent: the episode's
-    budget, what is shown to the model included"""
+    """sampling stops here; such a response is trained on with whatever reward it earns; search,
+    agent: the episode's budget, what is shown to the model included"""
     reward: Literal[
         "rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10", "recall@100"
     ] = "rank_incentive"
@@ -95,7 +101,8 @@ class GRPOConfig:
     malformed_reward: Annotated[float, FINITE] = -0.1
     """reward of a response that does not parse; it is not searched"""
     parser: Literal["strict", "paper"] = "strict"
-    """what counts as well formed; `paper` is the original's regular expression with its loopholes"""
+    """what counts as well formed; `paper` is the original's regular expression with its loopholes
+    """
     lr: Annotated[float, above(0)] = 1e-6
     """peak learning rate of AdamW"""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -109,7 +116,8 @@ class GRPOConfig:
     clip_eps: Annotated[float, above(0, 1)] = 0.2
     """clip range of the ratio; binds only with updates_per_batch above 1"""
     updates_per_batch: Annotated[int, at_least(1)] = 1
-    """optimizer steps on one batch of rollouts, each on its share of the sequences (the paper: 1)"""
+    """optimizer steps on one batch of rollouts, each on its share of the sequences (the paper: 1)
+    """
     kl_coef: Annotated[float, at_least(0)] = 0.001
     """weight of the KL to the starting policy, in the loss; 0: no reference model is kept"""
     kl_limit: Annotated[float, above(0, 80)] = 5.0
@@ -121,28 +129,35 @@ class GRPOConfig:
     loss_mode: Literal["token_mean", "seq_mean_token_mean", "seq_sum_norm"] = "token_mean"
     """how token losses add up (grpo.aggregate)"""
     importance_cap: Annotated[float | None, at_least(1)] = None
-    """weight each token by min(π_trainer / π_engine, cap); null: not weighted, the difference is logged all the same"""
+    """weight each token by min(π_trainer / π_engine, cap); null: not weighted, the difference is
+    logged all the same"""
     micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """tokens per forward pass and process, a group's prompt counted once: memory and speed only, never the result"""
+    """tokens per forward pass and process, a group's prompt counted once: memory and speed only,
+    never the result"""
     gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """share of the decoder layers, evenly spread, that recompute their activations in the backward pass: less memory,
-    up to a third more work; raise it where micro_batch_tokens of one long group do not fit"""
+    """share of the decoder layers, evenly spread, that recompute their activations in the backward
+    pass: less memory, up to a third more work; raise it where micro_batch_tokens of one long group
+    do not fit"""
     compile: bool = True
-    """on a GPU: decoder layers and head through torch.compile (a minute or two in the first step)"""
+    """on a GPU: decoder layers and head through torch.compile (a minute or two in the first step)
+    """
     gather_once: bool = True
-    """hold the cast and gathered weights for a whole update (2 bytes a parameter) instead of making them again in every
-    forward and backward pass"""
+    """hold the cast and gathered weights for a whole update (2 bytes a parameter) instead of making
+    them again in every forward and backward pass"""
     reduce_each: bool = False
-    """reduce gradients after every micro-batch: each process then holds its shard alone, not 4 bytes for every
-    parameter between micro-batches, for more traffic"""
+    """reduce gradients after every micro-batch: each process then holds its shard alone, not 4
+    bytes for every parameter between micro-batches, for more traffic"""
     cpu_offload: Literal["none", "reference", "all"] = "none"
-    """what rests in host memory between uses: the reference, or with all also weights, gradients and AdamW's moments"""
+    """what rests in host memory between uses: the reference, or with all also weights, gradients
+    and AdamW's moments"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """train an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
+    """train an adapter instead of all weights; `model` may be an adapter's folder, which is then
+    trained further"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """what samples the responses"""
     validate_every: Annotated[int, at_least(1)] = 20
-    """steps between validations (greedy, whole `dev`); the first is before step 1, one more at the end"""
+    """steps between validations (greedy, whole `dev`); the first is before step 1, one more at the
+    end"""
     save_every: Annotated[int, at_least(1)] = 100
     """steps between resumable checkpoints"""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
@@ -153,22 +168,23 @@ class GRPOConfig:
     """dtype of best/ and final/; with `lora` they hold the adapter, float32, in PEFT's format"""
 
 
-# ====================================================================== mathematics: this block copies out;
+# ====================================================================== mathematics: this block cop
 # it needs `import math`, `import torch` and `from torch import Tensor`.
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = True) -> Tensor:
     """Advantage of each response over the others of its prompt (arXiv 2402.03300 §4.1.2).
 
-    rewards (B,), group_ids (B,) → (B,) float32: (r - mean) / (std + 1e-6), std unbiased, over the responses of one
-    group; without `scale_by_std` r - mean.  A group of one, or of rewards that differ by less than a float32
-    of their size can tell apart, gives exactly zero.
-    Raises ValueError for a non-finite reward: a rollout that failed is left out, not scored.
+    rewards (B,), group_ids (B,) → (B,) float32: (r - mean) / (std + 1e-6), std unbiased, over the
+    responses of one group; without `scale_by_std` r - mean. A group of one, or of rewards that
+    differ by less than a float32 of their size can tell apart, gives exactly zero. Raises
+    ValueError for a non-finite reward: a rollout that failed is left out, not scored.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     if not torch.isfinite(rewards).all():
         raise ValueError(
-            f"rewards must be finite, not {rewards.tolist()}: leave failed rollouts out of the batch"
+            f"rewards must be finite, not {rewards.tolist()}: leave failed rollouts out of the "
+            "batch"
         )
     _, inverse = torch.unique(torch.as_tensor(group_ids), return_inverse=True)
     advantages = torch.zeros_like(rewards)
@@ -182,21 +198,25 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = Tr
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """a - b of log-probabilities (B, T): two equal infinities differ by 0, others by ±10,000; only a NaN gives a NaN."""
+    """a - b of log-probabilities (B, T): two equal infinities differ by 0, others by ±10,000; only
+    a NaN gives a NaN."""
     equal = torch.isinf(a) & (a == b)
     return torch.nan_to_num(torch.where(equal, 0.0, a - b), nan=math.nan, posinf=1e4, neginf=-1e4)
 
 
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor, limit: float = 5.0) -> Tensor:
-    """The k3 estimator of KL(policy ‖ reference) per token: exp(d) - d - 1 with d = ref_logprob - logprob.
+    """The k3 estimator of KL(policy ‖ reference) per token: exp(d) - d - 1 with d = ref_logprob -
+    logprob.
 
-    logprobs (B, T), ref_logprobs (B, T) → (B, T), never negative.  Beyond d = `limit` it continues as its tangent,
-    exp(limit)·(1 + d - limit) - d - 1: value and slope are continuous, nothing overflows, and the gradient pulls the
-    policy back for every d > 0, beyond the limit as strongly as at it.
+    logprobs (B, T), ref_logprobs (B, T) → (B, T), never negative. Beyond d = `limit` it continues
+    as its tangent, exp(limit)·(1 + d - limit) - d - 1: value and slope are continuous, nothing
+    overflows, and the gradient pulls the policy back for every d > 0, beyond the limit as strongly
+    as at it.
     """
     d = difference(ref_logprobs, logprobs)
     bent = d.clamp(max=limit)
-    # not d - bent: its gradient would cancel against the other's, in float32 down to nothing for a high limit
+    # not d - bent: its gradient would cancel against the other's, in float32 down to nothing for a
+    # high limit
     return torch.expm1(bent) - bent + math.expm1(limit) * torch.relu(d - limit)
 
 
@@ -205,8 +225,9 @@ def clipped_policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate per token: max(-A·ratio, -A·clip(ratio, 1 - eps, 1 + eps)).
 
-    logprobs, old_logprobs (B, T); advantages (B,), one a response → loss (B, T) and where the clip binds, (B, T) bool.
-    The log-ratio is bounded to ±20 before exp, so the loss is finite for any log-probabilities but NaN.
+    logprobs, old_logprobs (B, T); advantages (B,), one a response → loss (B, T) and where the clip
+    binds, (B, T) bool. The log-ratio is bounded to ±20 before exp, so the loss is finite for any
+    log-probabilities but NaN.
     """
     ratio = torch.exp(difference(logprobs, old_logprobs).clamp(-20.0, 20.0))
     a = advantages[:, None]
@@ -215,18 +236,21 @@ def clipped_policy_loss(
 
 
 def truncated_importance(logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(π_trainer / π_engine, cap) per token (B, T), without gradient: weights where engine numerics differ."""
+    """min(π_trainer / π_engine, cap) per token (B, T), without gradient: weights where engine
+    numerics differ."""
     log_ratio = difference(logprobs, engine_logprobs).detach().clamp(-20.0, 20.0)
     return torch.exp(log_ratio).clamp(max=cap)
 
 
 def aggregate(per_token: Tensor, loss_mask: Tensor, mode: str, denominator: float) -> Tensor:
-    """This micro-batch's share of the loss: a masked sum over a number that is global to the optimizer step.
+    """This micro-batch's share of the loss: a masked sum over a number that is global to the
+    optimizer step.
 
-    per_token (B, T), loss_mask (B, T) → ().  Micro-batches (and ranks) add up to the whole.  Modes and denominators:
-    `token_mean`: trained tokens; `seq_mean_token_mean`: sequences with a trained token, each contributing its own token
-    mean; `seq_sum_norm`: sequences × the fixed response limit.  What stands under a zero mask never matters, NaN
-    included.  A denominator of 0 (nothing trained) gives 0.
+    per_token (B, T), loss_mask (B, T) → (). Micro-batches (and ranks) add up to the whole. Modes
+    and denominators: `token_mean`: trained tokens; `seq_mean_token_mean`: sequences with a trained
+    token, each contributing its own token mean; `seq_sum_norm`: sequences × the fixed response
+    limit. What stands under a zero mask never matters, NaN included. A denominator of 0 (nothing
+    trained) gives 0.
     """
     mask = loss_mask.bool()
     masked = torch.where(mask, per_token, torch.zeros_like(per_token))
@@ -240,7 +264,8 @@ def aggregate(per_token: Tensor, loss_mask: Tensor, mode: str, denominator: floa
 
 
 def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> float:
-    """This rank's share of `aggregate`'s denominator for loss_mask (B, T): the sum over ranks is what to divide by."""
+    """This rank's share of `aggregate`'s denominator for loss_mask (B, T): the sum over ranks is
+    what to divide by."""
     mask = loss_mask.bool()
     if mode == "token_mean":
         return float(mask.sum())
@@ -252,7 +277,8 @@ def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> 
 
 @dataclass
 class Score:
-    """What one response earned. reward is None when the rollout failed for a technical reason and is left out."""
+    """What one response earned. reward is None when the rollout failed for a technical reason and
+    is left out."""
 
     text: str
     reward: float | None
@@ -284,7 +310,8 @@ class Run:
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
-    """Step `step` (from 0). Returns its log row and the rollouts of all ranks as they are written to disk."""
+    """Step `step` (from 0). Returns its log row and the rollouts of all ranks as they are written
+    to disk."""
     clock = training.Clock(run.dist.device)
     with clock("sample"):
         rollouts, items = sample_step(run, step)
@@ -312,7 +339,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
 def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
     """This rank's rollouts of a step, and their turns or questions: items[r.group_id].
 
-    The seed of a group follows from the run's seed, the step and the prompt's place in it, not from the process.
+    The seed of a group follows from the run's seed, the step and the prompt's place in it, not from
+    the process.
     """
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.dist.world
     places = range(run.dist.rank * share, (run.dist.rank + 1) * share)
@@ -348,7 +376,8 @@ def score_rewrites(
 ) -> list[Score]:
     """Parse, search, reward. turns[i] belongs to rollouts of group_id i.
 
-    Malformed responses are not searched, equal queries of one turn are searched once; every rollout has its own rank.
+    Malformed responses are not searched, equal queries of one turn are searched once; every rollout
+    has its own rank.
     """
     texts = [prompts.decode_response(tokenizer, r.response_ids) for r in rollouts]
     parsed = [parse_response(text, cfg.parser) for text in texts]
@@ -375,13 +404,16 @@ def score_rewrites(
 def rollout_advantages(
     rollouts: list[Rollout], scores: list[Score], scale_by_std: bool = True
 ) -> list[float | None]:
-    """Each rollout's advantage; None for one that failed and is left out. Stopped where all failed, on all ranks."""
+    """Each rollout's advantage; None for one that failed and is left out. Stopped where all failed,
+    on all ranks."""
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
     if not any(distributed.gather_objects(bool(kept))):
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
-            f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights that are not finite), "
-            f"{len(scores) - engine} in the retriever; mend that, then start again: the run resumes from its newest "
+            f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights that "
+            "are not finite), "
+            f"{len(scores) - engine} in the retriever; mend that, then start again: the run "
+            "resumes from its newest "
             "checkpoint"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
@@ -393,8 +425,9 @@ def rollout_advantages(
 def build_updates(
     run: Run, rollouts: list[Rollout], advantages: list[float | None]
 ) -> list[Update]:
-    """The training batch: groups dealt out to the ranks, packed into micro-batches, with the reference's
-    log-probabilities. Without KL and entropy bonus the sequences of flat groups have no gradient and stay out."""
+    """The training batch: groups dealt out to the ranks, packed into micro-batches, with the
+    reference's log-probabilities. Without KL and entropy bonus the sequences of flat groups have no
+    gradient and stay out."""
     cfg = run.cfg
     batch = training_batch(*deal_out(rollouts, advantages, run.dist), run.engine.pad_id)
     skip_flat = run.reference is None and not cfg.entropy_coef
@@ -421,9 +454,9 @@ SUMS = ("tokens", "kl", "clipped", "entropy", "engine_gap", "start_gap", "loss")
 def policy_loss(
     policy: torch.nn.Module, micro: MicroBatch, cfg: GRPOConfig, denominator: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of one micro-batch, (): its share of the step's loss; for the log sums over its trained tokens,
-    (len(SUMS),) float64, and the largest difference to the engine's log-probabilities, (). Nothing waits for the
-    device."""
+    """The loss of one micro-batch, (): its share of the step's loss; for the log sums over its
+    trained tokens, (len(SUMS),) float64, and the largest difference to the engine's
+    log-probabilities, (). Nothing waits for the device."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
@@ -457,8 +490,9 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    The policy stays in eval mode: nothing may change of what sampled, dropout least of all. A step in which no
-    sequence has a gradient is none: neither momentum nor weight decay moves the weights.
+    The policy stays in eval mode: nothing may change of what sampled, dropout least of all. A step
+    in which no sequence has a gradient is none: neither momentum nor weight decay moves the
+    weights.
     """
     if len(updates) > 1:  # with one the policy has not moved: the update's own numbers serve
         with torch.no_grad():
@@ -520,11 +554,7 @@ def main(cfg: GRPOConfig) -> dict | None:
         row = training.resume(run)  # of the last step that is done; {"step": 0} at the start
         sync_engine(run)
         while True:
-            if (
-                run.dev
-                and due(run, row, cfg.validate_every)
-                and not any(k.startswith("dev_") for k in row)
-            ):
+            if run.dev and due(run, row, cfg.validate_every):
                 row |= validate(run, row["step"])
             training.log_step(run, row)
             training.guard(run)
@@ -538,7 +568,8 @@ def main(cfg: GRPOConfig) -> dict | None:
                 training.checkpoint(run, row)
             if signalled and row["step"] < run.steps:
                 distributed.print0(
-                    f"stopped by signal {signalled} after step {row['step']} of {run.steps}; the same command continues"
+                    f"stopped by signal {signalled} after step {row['step']} of {run.steps}; the "
+                    "same command continues"
                 )
                 raise SystemExit(128 + signalled)
         training.export_run(run, "final")
@@ -549,7 +580,7 @@ def main(cfg: GRPOConfig) -> dict | None:
 
 
 def due(run: Run, row: dict, every: int) -> bool:
-    """Whether something that happens every so many steps, and at the end, happens after the row's step."""
+    """Whether what happens every so many steps, and at the end, happens after the row's step."""
     return row["step"] % every == 0 or row["step"] == run.steps
 
 
@@ -585,8 +616,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         wrong.append(f"out={cfg.out} is a file; name a folder")
     if left_over:
         wrong.append(
-            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never split, "
-            f"so the number of processes must divide it; set prompts_per_step={divisible}"
+            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never "
+            f"split; give a number that they divide, such as prompts_per_step={divisible}"
         )
     if cfg.updates_per_batch > share * cfg.group_size:
         wrong.append(
@@ -597,8 +628,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         wrong.append(f"betas={cfg.betas}; AdamW takes two, from 0 to below 1")
     if cfg.lora.dropout:
         wrong.append(
-            f"lora.dropout={cfg.lora.dropout}: the trainer's log-probabilities would not be those of "
-            "the policy that sampled, and the ratio noise; set lora.dropout=0"
+            f"lora.dropout={cfg.lora.dropout}: the trainer's log-probabilities would not be those "
+            "of the policy that sampled, and the ratio noise; set lora.dropout=0"
         )
     if episodes and gold != "none" and not cfg.qrels:
         wrong.append(f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]")
@@ -610,30 +641,9 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:
-    """Check what is cheap to check, then load: tokenizer, retriever, items, policy, reference, engine."""
+    """Check what is cheap to check, then load data and models."""
     check_config(cfg, dist.world)
-    return Run(cfg, dist, settings=settings(cfg), **training.load(cfg, dist))
-
-
-FREE = (  # keys that may change in a continuation
-    "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
-    "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
-    "export_dtype qrels"
-).split()
-
-
-def settings(cfg: GRPOConfig) -> dict:
-    """What may not differ between a run and its continuation, because it decides the result; files by content."""
-    return (
-        {"engine.kind": cfg.engine.kind}
-        | {key: value for key, value in config.to_dict(cfg).items() if key not in FREE}
-        | {
-            key: runs.path_with_digest(getattr(cfg, key))
-            for key in ("model", "train", "dev", "instruction")
-        }
-        | {f"qrels {path}": runs.path_with_digest(path) for path in cfg.qrels}
-        | retriever_settings(cfg.retriever)
-    )
+    return Run(cfg, dist, settings=training.settings(cfg), **training.load(cfg, dist))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
-"""Rewrites for a file of turns, or episodes for a file of questions: one JSONL line for every (item, sample).
+"""Rewrites for a file of turns, or episodes for a file of questions: one JSONL line for every
+(item, sample).
 
-`task: rewrite`: a line holds query_id, sample, status, rewrite, think, response, tokens, end and a digest of the
-prompt.  `status`:
+`task: rewrite`: a line holds query_id, sample, status, rewrite, think, response, tokens, end and a
+digest of the prompt. `status`:
 
-    ok            the response parses; `rewrite` is its rewrite, white space collapsed to single blanks
-    malformed     it does not parse
-    engine_error  the engine could not sample it (logits that are no numbers)
-    too_long      the prompt exceeds `max_prompt_tokens` or the model's window; nothing was sampled
+    ok            the response parses; `rewrite` is its rewrite, white space collapsed to single
+    blanks malformed     it does not parse engine_error  the engine could not sample it (logits that
+    are no numbers) too_long      the prompt exceeds `max_prompt_tokens` or the model's window;
+    nothing was sampled
 
 For all but `ok` the rewrite is the raw question, so that every turn can be searched and is counted.
 
-`task: search` or `agent`: a line is a trajectory (episode.trajectory_row: rollout_id, messages, tools, rounds, tokens,
-pred, metric_score, …), whose `status` is the episode's end, or too_long; `error` names a technical failure.  Questions
-that could not be answered have their line too.
+`task: search` or `agent`: a line is a trajectory (episode.trajectory_row: rollout_id, messages,
+tools, rounds, tokens, pred, metric_score, …), whose `status` is the episode's end, or too_long;
+`error` names a technical failure. Questions that could not be answered have their line too.
 
-Under torchrun every process takes each world-th turn that is left and appends whole chunks to a file of its own; at
-the end these are merged in the order of the input and renamed.  Run again after a kill it continues: lines that are
-there are not sampled again, a half-written last line is.  Other settings, another model or another prompt of the same
-turn are an error, so a file never mixes two runs.  Draws depend on seed, prompt and sample alone.
+Under torchrun every process takes each world-th turn that is left and appends whole chunks to a
+file of its own; at the end these are merged in the order of the input and renamed. Run again after
+a kill it continues: lines that are there are not sampled again, a half-written last line is. Other
+settings, another model or another prompt of the same turn are an error, so a file never mixes two
+runs. Draws depend on seed, prompt and sample alone.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class InferConfig:
     task: Literal["rewrite", "search", "agent"] = "rewrite"
     """rewrite the turns of conversations, or answer questions in episodes (episode.py)"""
     model: str = ""
-    """Hugging Face folder or hub name of an instruct model, or the folder of a LoRA adapter (PEFT's format)"""
+    """Hugging Face folder or hub name of an instruct model, or the folder of a LoRA adapter (PEFT's
+    format)"""
     turns: str = ""
     """rewrite: turns file (JSONL) to write rewrites for"""
     questions: str = ""
@@ -92,9 +95,11 @@ class InferConfig:
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
-    """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for the task"""
+    """zero-shot for a trained model; few-shot shows `examples` first, for a model never trained for
+    the task"""
     examples: str = ""
-    """few-shot examples: JSONL with context, question, think, rewrite; for search and agent with messages"""
+    """few-shot examples: JSONL with context, question, think, rewrite; for search and agent with
+    messages"""
     samples: Annotated[int, at_least(1)] = 1
     """responses a turn"""
     temperature: Annotated[float, at_least(0)] = 0.0
@@ -119,17 +124,19 @@ class InferConfig:
     """remove an earlier output of this name first"""
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# --------------------------------------------------------------------------------------------------
 
 
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
-    """The ids that end a response of the model in a Hugging Face folder (or hub name), and what fills unused places."""
+    """The ids that end a response of the model in a Hugging Face folder (or hub name), and what
+    fills unused places."""
     model = adapter_base(model) or model
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as e:
         raise ModelError(
-            f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder or a "
+            f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder "
+            "or a "
             "reachable hub name"
         ) from e
     try:
@@ -155,7 +162,8 @@ def open_engine(cfg: InferConfig, tokenizer, dist: Dist):
     )
     if engine.max_length <= cfg.max_response_tokens:
         raise ConfigError(
-            f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in {cfg.model}'s "
+            f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in "
+            f"{cfg.model}'s "
             f"{engine.max_length} positions; lower max_response_tokens"
         )
     return engine
@@ -206,7 +214,8 @@ def sample_items(
     cfg: InferConfig,
     progress=None,
 ) -> list[dict]:
-    """Lines of turns or questions, `cfg.samples` each, in order; all prompts that fit go to the engine in one call."""
+    """Lines of turns or questions, `cfg.samples` each, in order; all prompts that fit go to the
+    engine in one call."""
     limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
     sampling = Sampling(
         cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed
@@ -218,7 +227,8 @@ def sample_items(
         done = run_episodes(engine, fitting, sampling, task, engine.max_length, progress)
         if done and all(e.end == "tool_error" for e in done):
             raise ToolsAway(
-                f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); mend "
+                f"all {len(done)} episodes of this chunk failed in their tools "
+                f"({done[0].failure}); mend "
                 "that and run again: what was written before is kept"
             )
     results = iter(done)
@@ -263,7 +273,7 @@ def episode_row(question: Question, sample: int, episode: Episode, task, cfg: In
     )
 
 
-# -------------------------------------------------------------------------------------------------- restartable output
+# --------------------------------------------------------------------------------------------------
 
 
 def part_files(output: str) -> list[str]:
@@ -280,8 +290,8 @@ def collect(
 ) -> list[dict]:
     """Lines of all turns that are complete in `out` and its parts, in the order of `prompts`.
 
-    `failed`: those that failed for a technical reason too. A half-written last line of a file is passed over.
-    DataError: a line of another input.
+    `failed`: those that failed for a technical reason too. A half-written last line of a file is
+    passed over. DataError: a line of another input.
     """
     rows: dict[tuple[str, int], dict] = {}
     for path in [output] * os.path.isfile(output) + part_files(output):
@@ -299,7 +309,8 @@ def collect(
                 ) from e
             if query_id not in prompts or digest != prompt_digest(prompts[query_id]):
                 raise DataError(
-                    f"{path}:{number}: turn {query_id} is not among these turns, or had another prompt; "
+                    f"{path}:{number}: turn {query_id} is not among these turns, or had another "
+                    "prompt; "
                     "choose another output, or overwrite=true to begin anew"
                 )
             if failed or row.get("status") not in FAILED:
@@ -309,7 +320,8 @@ def collect(
 
 
 def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
-    """Check the settings, gather what an earlier run left into one file; returns the ids that are done (rank 0)."""
+    """Check the settings, gather what an earlier run left into one file; returns the ids that are
+    done (rank 0)."""
     meta = f"{cfg.out}.meta.json"
     if cfg.overwrite:
         for path in part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out):
@@ -353,7 +365,8 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     rows = collect(cfg.out, prompts, cfg.samples)
     if len(rows) < len(prompts) * cfg.samples:
         raise DataError(
-            f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all processes must "
+            f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all "
+            "processes must "
             "see the same folder: run again, what is there is kept"
         )
     broadcast_object(None)  # every rank has read the parts
@@ -367,7 +380,8 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
 def respond(
     cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
 ) -> tuple[list[dict], dict]:
-    """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards.  Every rank calls it."""
+    """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards. Every
+    rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
     with only_writer(folder, name) if dist.rank == 0 else contextlib.nullcontext():
         return _respond(cfg, items, dist)
@@ -390,13 +404,15 @@ def _respond(
         prompts = {q.id: task.prompt(q.question) for q in items}
     if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
         print0(
-            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one say little"
+            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one "
+            "say little"
         )
     done = broadcast_object(begin(cfg, prompts) if dist.rank == 0 else None)
     left = [item for item in items if item_id(item) not in done]
     print0(
         f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
-        f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {dist.world} processes, "
+        f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {dist.world} "
+        "processes, "
         f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
         f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average"
     )

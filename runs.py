@@ -31,7 +31,8 @@ def naming(path: str):
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w"):
-    """A file object whose content appears under `path` whole or not at all (temporary name, fsync, rename)."""
+    """A file object whose content appears under `path` whole or not at all (temporary name, fsync,
+    rename)."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
@@ -49,7 +50,8 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """A temporary folder beside `path` that takes its name when the block ends well, and is removed when it doesn't."""
+    """A temporary folder beside `path` that takes its name when the block ends well, and is removed
+    when it doesn't."""
     path = path.rstrip("/")
     temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -70,10 +72,12 @@ def atomic_folder(path: str):
 
 @contextlib.contextmanager
 def only_writer(folder: str, name: str = ""):
-    """Within the block no other process writes `folder`, or the output `name` in it; clears what a killed one left.
+    """Within the block no other process writes `folder`, or the output `name` in it; clears what a
+    killed one left.
 
-    The lock is the folder's own or, for an output, a file `<name>.lock`; it is released when the process dies.
-    DataError where another process holds it.  A folder made here goes again if it stays empty.
+    The lock is the folder's own or, for an output, a file `<name>.lock`; it is released when the
+    process dies. DataError where another process holds it. A folder made here goes again if it
+    stays empty.
     """
     made = not os.path.isdir(folder)
     if made and os.path.exists(folder):
@@ -86,7 +90,8 @@ def only_writer(folder: str, name: str = ""):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise DataError(
-                f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for it, or "
+                f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for "
+                "it, or "
                 "choose another name"
             ) from e
         for left in os.listdir(folder):
@@ -107,7 +112,8 @@ def only_writer(folder: str, name: str = ""):
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; returns their number.  ValueError for NaN and infinity: not JSON."""
+    """Write rows as JSONL, whole or not at all; returns their number. ValueError for NaN and
+    infinity: not JSON."""
     count = 0
     with atomic_write(path) as f:
         for row in rows:
@@ -117,7 +123,8 @@ def write_jsonl(path: str, rows: Iterable[dict]) -> int:
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:
-    """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line. The rows."""
+    """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line.
+    The rows."""
     rows = []
     if last is not None and os.path.exists(path):
         with open(path, "rb") as f:
@@ -125,14 +132,17 @@ def begin_metrics(path: str, last: int | None) -> list[dict]:
         for number, line in enumerate(whole, 1):
             row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
             if not isinstance(row.get("step"), int):
-                raise DataError(f"{path}:{number}: the row has no step; mend the line or move the file away")
+                raise DataError(
+                    f"{path}:{number}: the row has no step; mend the line or move the file away"
+                )
             rows += [row] * (row["step"] <= last)
     write_jsonl(path, rows)
     return rows
 
 
 def keep_steps(folder: str, done: int) -> None:
-    """Remove from a folder of rollouts what is not of the steps that are done: of steps taken again, or half-written."""
+    """Remove from a folder of rollouts what is not of the steps that are done: of steps taken
+    again, or half-written."""
     os.makedirs(folder, exist_ok=True)
     kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
     for name in os.listdir(folder):
@@ -158,10 +168,12 @@ def append_metrics(path: str, row: dict) -> None:
 
 
 def fingerprint(path: str) -> str:
-    """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name stands for itself.
+    """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name
+    stands for itself.
 
-    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model, and training
-    changes all of a model's weights.  An adapter's folder stands for its base model too.
+    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model,
+    and training changes all of a model's weights. An adapter's folder stands for its base model
+    too.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
@@ -186,7 +198,8 @@ def path_with_digest(path: str) -> list[str]:
 
 
 def changed_setting(before: dict, settings: dict) -> str:
-    """What the first setting that differs was and is, files compared by content alone; empty where none differs."""
+    """What the first setting that differs was and is, files compared by content alone; empty where
+    none differs."""
 
     def split(value: object) -> tuple:  # (what to show, what to compare)
         texts = (
@@ -210,7 +223,7 @@ def changed_setting(before: dict, settings: dict) -> str:
 def check_settings(path: str, settings: dict, begun: bool) -> None:
     """Store `settings` at `path`; where output is `begun`, compare them instead.
 
-    DataError names the first key that differs.  One process calls it.
+    DataError names the first key that differs. One process calls it.
     """
     if not begun:
         with atomic_write(path) as f:
@@ -218,7 +231,8 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
         return
     if not os.path.exists(path):
         raise DataError(
-            f"there is output, but no {path}, which infer.py writes first: it is another tool's, or "
+            f"there is output, but no {path}, which infer.py writes first: it is another tool's, "
+            "or "
             "incomplete; choose another output"
         )
     try:
@@ -227,13 +241,15 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
         raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
     if change := changed_setting(before, settings):
         raise DataError(
-            f"{path}: this output was begun with other settings: {change}; choose another output, or "
+            f"{path}: this output was begun with other settings: {change}; choose another output, "
+            "or "
             "overwrite=true to begin anew"
         )
 
 
 class Progress:
-    """A bar with a rate on a terminal; in a log one line every half minute and nothing for short work."""
+    """A bar with a rate on a terminal; in a log one line every half minute and nothing for short
+    work."""
 
     def __init__(self, total: int, what: str, unit: str = "passages", every: float = 30.0):
         self.total, self.what, self.unit, self.every, self.done = total, what, unit, every, 0
@@ -253,7 +269,8 @@ class Progress:
             self.said, rate = now, self.done / (now - self.started)
             left = (self.total - self.done) / max(rate, 1e-9)
             print(
-                f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | {left:,.0f} s left",
+                f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | "
+                f"{left:,.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,19 +1,24 @@
-"""Supervised fine-tuning, and the self-driven warm-up that makes its targets (arXiv 2505.15776, section 3.3).
+"""Supervised fine-tuning, and the self-driven warm-up that makes its targets (arXiv 2505.15776,
+section 3.3).
 
-`stage=sample`: the model answers the train turns with the few-shot prompt (through infer.py: sharded, restartable) and
-well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
-record in `<out>/records.jsonl`, at most keep_per_turn a turn, best rank first, then first sampled.  `stage=train`:
-records are trained with the zero-shot prompt, so what the examples showed moves into the weights.  `stage=all`: both.
-Records may be trajectories of the tasks search and agent too: every turn of the assistant is trained, results are not.
-With `lora.r` an adapter is trained instead of all weights; `stage=merge` turns one into a whole model.
+`stage=sample`: the model answers the train turns with the few-shot prompt (through infer.py:
+sharded, restartable) and well-formed rewrites are searched; a response whose gold passage is at
+rank <= max_rank becomes the `response` of a record in `<out>/records.jsonl`, at most keep_per_turn
+a turn, best rank first, then first sampled. `stage=train`: records are trained with the zero-shot
+prompt, so what the examples showed moves into the weights. `stage=all`: both. Records may be
+trajectories of the tasks search and agent too: every turn of the assistant is trained, results are
+not. With `lora.r` an adapter is trained instead of all weights; `stage=merge` turns one into a
+whole model.
 
-Differs from the original's trainer in: the loss of a step is a sum over trained tokens divided by one count over all
-micro-batches and processes; the last incomplete batch of an epoch is trained, with its own count; rows are packed, none
-sees another; over-long rows are dropped and counted, not cut; the held-out set shares no conversation with the training
-set, and the epoch with its lowest loss is exported; a killed run resumes exactly.
+Differs from the original's trainer in: the loss of a step is a sum over trained tokens divided by
+one count over all micro-batches and processes; the last incomplete batch of an epoch is trained,
+with its own count; rows are packed, none sees another; over-long rows are dropped and counted, not
+cut; the held-out set shares no conversation with the training set, and the epoch with its lowest
+loss is exported; a killed run resumes exactly.
 
-Written to `out`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging Face folder, or an
-adapter's in PEFT's format), result.json, report.html, config.yaml.  Shapes: B sequences, T predicted positions.
+Written to `out`: records.jsonl, sample_stats.json; metrics.jsonl, checkpoint_*/, final/ (Hugging
+Face folder, or an adapter's in PEFT's format), result.json, report.html, config.yaml. Shapes: B
+sequences, T predicted positions.
 """
 
 from __future__ import annotations
@@ -65,10 +70,11 @@ from training import export, set_lr
 @dataclass
 class SFTConfig:
     stage: Literal["all", "sample", "train", "merge"] = "all"
-    """sample: write records; train: fine-tune on records; all: one after the other; merge: write the LoRA adapter in
-    `model` and the model it was trained on as one Hugging Face folder, `out`"""
+    """sample: write records; train: fine-tune on records; all: one after the other; merge: write
+    the LoRA adapter in `model` and the model it was trained on as one Hugging Face folder, `out`"""
     model: str = ""
-    """Hugging Face folder or hub name of an instruct model, or an adapter's folder: it is sampled from and fine-tuned"""
+    """Hugging Face folder or hub name of an instruct model, or an adapter's folder: it is sampled
+    from and fine-tuned"""
     out: str = ""
     """folder of this run"""
     overwrite: bool = False
@@ -97,17 +103,19 @@ class SFTConfig:
     max_rank: Annotated[int, at_least(1)] = 1
     """sample: keep responses whose gold passage is at this rank or a better one"""
     keep_per_turn: Annotated[int, at_least(1)] = 1
-    """sample: keep so many different responses of a turn; all but the first get query ids <id>#<sample>"""
+    """sample: keep so many different responses of a turn; all but the first get query ids
+    <id>#<sample>"""
     chunk: Annotated[int, at_least(1)] = 64
     """sample: turns between two writes"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """sample: what samples"""
 
     records: str = ""
-    """train: turns file with `response`, or trajectories (rows with `messages`: infer.py's, OpenAI's or ms-swift's);
-    empty: what stage=sample wrote to `out`"""
+    """train: turns file with `response`, or trajectories (rows with `messages`: infer.py's,
+    OpenAI's or ms-swift's); empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
-    """train: on `response`, or on the human `rewrite`, its think block made of the words it adds to the question"""
+    """train: on `response`, or on the human `rewrite`, its think block made of the words it adds to
+    the question"""
     max_length: Annotated[int, at_least(1)] = 3072
     """train: longer rows (prompt and response, in tokens) are dropped and counted"""
     heldout_fraction: Annotated[float, between(0, 0.999)] = 0.1
@@ -115,10 +123,12 @@ class SFTConfig:
     epochs: Annotated[int, at_least(1)] = 2
     """train: passes over the records"""
     sequences_per_step: Annotated[int, at_least(1)] = 64
-    """train: sequences of an optimizer step, over all processes; the last step of an epoch takes what is left"""
+    """train: sequences of an optimizer step, over all processes; the last step of an epoch takes
+    what is left"""
     micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """train: tokens of one forward and backward pass and process: sequences are packed up to so many (a longer one has
-    a pass of its own), none sees another, positions begin anew in each; changes speed and memory, not the result"""
+    """train: tokens of one forward and backward pass and process: sequences are packed up to so
+    many (a longer one has a pass of its own), none sees another, positions begin anew in each;
+    changes speed and memory, not the result"""
     lr: Annotated[float, above(0)] = 1e-5
     """train: peak learning rate"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -134,12 +144,14 @@ class SFTConfig:
     max_bad_steps: Annotated[int, at_least(1)] = 3
     """train: a step with a gradient that is not finite is skipped; so many in a row end the run"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """train: an adapter instead of all weights; `model` may be an adapter's folder, which is then trained further"""
+    """train: an adapter instead of all weights; `model` may be an adapter's folder, which is then
+    trained further"""
     gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """train: share of the decoder layers that recompute their activations in the backward pass: less memory, up to a
-    third more time"""
+    """train: share of the decoder layers that recompute their activations in the backward pass:
+    less memory, up to a third more time"""
     compile: bool = True
-    """train, on a GPU: decoder layers and head through torch.compile (a minute or two in the first step)"""
+    """train, on a GPU: decoder layers and head through torch.compile (a minute or two in the first
+    step)"""
     save_every: Annotated[int, at_least(1)] = 50
     """train: steps between checkpoints; there is one after every epoch too"""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
@@ -166,7 +178,8 @@ TRAIN_KEYS = (
 
 
 class Diverged(RuntimeError):
-    """The gradient was not finite several times in a row, or the held-out loss is not; checkpoints are intact."""
+    """The gradient was not finite several times in a row, or the held-out loss is not; checkpoints
+    are intact."""
 
     exit_status = 3
 
@@ -176,7 +189,8 @@ def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
 
 
 def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Example]:
-    """The rows of optimizer step `step` (from 0): a function of seed and step, so a resumed run is in its place."""
+    """The rows of optimizer step `step` (from 0): a function of seed and step, so a resumed run is
+    in its place."""
     epoch, position = divmod(step, steps_per_epoch(len(rows), cfg))
     order = list(range(len(rows)))
     random.Random(f"{cfg.seed} {epoch}").shuffle(order)
@@ -189,7 +203,8 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
 def step_batches(
     model: nn.Module, rows: list[Example], budget: int, pad_id: int, dist: Dist
 ) -> list[MicroBatch]:
-    """This process's share of `rows` in micro-batches of at most `budget` tokens (or one row), as many on every process.
+    """This process's share of `rows` in micro-batches of at most `budget` tokens (or one row), as
+    many on every process.
 
     The longest first, each row goes to the process with the fewest tokens.
     """
@@ -222,8 +237,8 @@ def train_step(
 ) -> tuple[float, float]:
     """One update on this process's `batches`; `tokens`: trained tokens over all processes.
 
-    Loss: -sum of log-probabilities / tokens. Returns (this process's part of it, gradient norm before clipping); where
-    the norm is not finite nothing was updated.
+    Loss: -sum of log-probabilities / tokens. Returns (this process's part of it, gradient norm
+    before clipping); where the norm is not finite nothing was updated.
     """
     set_lr(optimizer, lr)
     total = 0.0
@@ -243,7 +258,8 @@ def train_step(
 
 @torch.no_grad()
 def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float]:
-    """{"heldout_loss" (nats a token), "heldout_accuracy"} over all processes; padding and prompts count nowhere."""
+    """{"heldout_loss" (nats a token), "heldout_accuracy"} over all processes; padding and prompts
+    count nowhere."""
     sums = [0.0, 0.0, 0.0]
     for micro in batches:
         logprobs, top = packed_logprobs(
@@ -290,11 +306,12 @@ def train_on(
     dist: Dist,
     pad_id: int,
 ) -> dict:
-    """Fine-tune a sharded model, from the newest checkpoint in `cfg.out` if there is one; every process calls it.
+    """Fine-tune a sharded model, from the newest checkpoint in `cfg.out` if there is one; every
+    process calls it.
 
-    The epoch with the lowest held-out loss (without held-out rows: the last) is exported to `<out>/final`; returns
-    its figures.  SystemExit 143 after SIGTERM, 130 after Ctrl-C, with a checkpoint saved; Diverged after
-    `max_bad_steps` bad steps in a row.
+    The epoch with the lowest held-out loss (without held-out rows: the last) is exported to
+    `<out>/final`; returns its figures. SystemExit 143 after SIGTERM, 130 after Ctrl-C, with a
+    checkpoint saved; Diverged after `max_bad_steps` bad steps in a row.
     """
     per_epoch = steps_per_epoch(len(rows), cfg)
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
@@ -364,7 +381,8 @@ def train_on(
             )
             if bad >= cfg.max_bad_steps:
                 raise Diverged(
-                    f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr (now "
+                    f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr "
+                    "(now "
                     f"{cfg.lr:g}) and begin anew with overwrite=true"
                 )
             stop = distributed.signal_of_any(noted)
@@ -379,14 +397,16 @@ def train_on(
                 )
             if stop and step + 1 < total:
                 print0(
-                    f"stopped by signal {stop} after step {step + 1} of {total}; the same command continues"
+                    f"stopped by signal {stop} after step {step + 1} of {total}; the same command "
+                    "continues"
                 )
                 raise SystemExit(128 + stop)
     return {"steps": total, "skipped": skipped, **best}
 
 
 def train(cfg: SFTConfig, dist: Dist) -> dict:
-    """Train on the records; `<out>/final` is a Hugging Face folder afterwards.  Returns what result.json holds."""
+    """Train on the records; `<out>/final` is a Hugging Face folder afterwards. Returns what
+    result.json holds."""
     path, final = (
         cfg.records or os.path.join(cfg.out, "records.jsonl"),
         os.path.join(cfg.out, "final"),
@@ -397,7 +417,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     )
     if agentic and cfg.target != "response":
         raise ConfigError(
-            f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are trained"
+            f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are "
+            "trained"
         )
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     files = {
@@ -423,16 +444,19 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     print0(
         f"train: {len(records)} records"
         + "".join(f" - {count} {reason}" for reason, count in dropped.items())
-        + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) = {len(rows)}; "
+        + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) "
+        f"= {len(rows)}; "
         f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
         f"{min(cfg.sequences_per_step, len(rows))} sequences / {dist.world} processes, "
         f"packed to {cfg.micro_batch_tokens} tokens; "
-        f"{sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are trained"
+        f"{sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are "
+        "trained"
     )
     cuda = dist.device.type == "cuda"
     if adapter_base(cfg.model) and not cfg.lora.r:
         print0(
-            f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r would go on with it"
+            f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r "
+            "would go on with it"
         )
     model = load_causal_lm(
         cfg.model,
@@ -449,7 +473,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             for least in (1, 0)
         )
         print0(
-            f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = {100 * trained / whole:.2f} %"
+            f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = "
+            f"{100 * trained / whole:.2f} %"
         )
     vocabulary, longest = (
         model.get_input_embeddings().num_embeddings,
@@ -457,8 +482,10 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     )
     if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
         raise DataError(
-            f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the "
-            f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer that "
+            f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside "
+            "the "
+            f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer "
+            "that "
             "belongs to the model"
         )
     limits = [
@@ -467,7 +494,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     ]
     if longest > (positions := min([limit for limit in limits if limit], default=longest)):
         raise ConfigError(
-            f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions (or as wide "
+            f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions (or "
+            "as wide "
             "a sliding window, which packed attention has not); set "
             f"max_length={positions} or less: longer rows are then dropped and counted"
         )
@@ -494,17 +522,20 @@ MERGE_LIMIT = {
 
 @torch.no_grad()
 def merge(cfg: SFTConfig, dist: Dist) -> dict:
-    """Write an adapter and its base as one Hugging Face folder, and compare what is there with the unmerged model.
+    """Write an adapter and its base as one Hugging Face folder, and compare what is there with the
+    unmerged model.
 
-    W + scaling · B·A is computed in float32 and rounded once.  Both are run in the dtype that is written, on a text of
-    the project; returns the mean |difference| of their log-probabilities and the share of equal most probable tokens.
+    W + scaling · B·A is computed in float32 and rounded once. Both are run in the dtype that is
+    written, on a text of the project; returns the mean |difference| of their log-probabilities and
+    the share of equal most probable tokens.
     """
     base = adapter_base(cfg.model)
     if base is None:
         final = os.path.join(cfg.model, "final")
         hint = f"; the run's adapter is model={final}" if adapter_base(final) else ""
         raise ConfigError(
-            f"model={cfg.model} is no adapter's folder (it has no adapter_config.json): nothing to merge{hint}"
+            f"model={cfg.model} is no adapter's folder (it has no adapter_config.json): nothing to "
+            f"merge{hint}"
         )
     if dist.world > 1:
         raise ConfigError(
@@ -533,7 +564,8 @@ def merge(cfg: SFTConfig, dist: Dist) -> dict:
     same = (logprobs[0].argmax(-1) == logprobs[1].argmax(-1)).double().mean().item()
     if not gap <= MERGE_LIMIT[cfg.export_dtype]:
         raise ModelError(
-            f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in float32, "
+            f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in "
+            "float32, "
             "or mend base_model_name_or_path in the adapter_config.json"
         )
     return {
@@ -553,11 +585,13 @@ def check(cfg: SFTConfig) -> None:
             raise ConfigError(f"{name} is empty; stage={cfg.stage} needs {name}=…")
     if cfg.stage == "all" and cfg.records:
         raise ConfigError(
-            f"records={cfg.records} is for stage=train; stage=all trains on the records that it samples"
+            f"records={cfg.records} is for stage=train; stage=all trains on the records that it "
+            "samples"
         )
     if cfg.samples_per_turn > 1 and cfg.temperature == 0:
         raise ConfigError(
-            f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise temperature"
+            f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise "
+            "temperature"
         )
     if len(cfg.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f"betas={cfg.betas}; AdamW takes two, in [0, 1)")
@@ -586,4 +620,4 @@ def main(cfg: SFTConfig) -> dict | None:
 
 
 if __name__ == "__main__":
-    run(SFTConfig, main)
+    run(SFTConfig, main, status_file="exit.json")

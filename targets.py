@@ -1,8 +1,9 @@
-"""Targets of supervised fine-tuning: the self-driven warm-up that makes them, and the rows they become.
+"""Targets of supervised fine-tuning: the self-driven warm-up that makes them, and the rows they
+become.
 
-The warm-up (arXiv 2505.15776 §3.3): the model answers the train turns with the few-shot prompt (through infer.py) and
-well-formed rewrites are searched; a response whose gold passage is at rank <= max_rank becomes the `response` of a
-record. `cfg` is sft.SFTConfig.
+The warm-up (arXiv 2505.15776 §3.3): the model answers the train turns with the few-shot prompt
+(through infer.py) and well-formed rewrites are searched; a response whose gold passage is at rank
+<= max_rank becomes the `response` of a record. `cfg` is sft.SFTConfig.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from runs import atomic_write, check_settings, path_with_digest, write_jsonl
 
 
 def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
-    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save the config."""
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save
+    the config."""
     if dist.rank == 0:
         there = [
             path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.out), name))
@@ -76,7 +78,8 @@ def select_records(
     max_rank: int,
     keep_per_turn: int,
 ) -> list[dict]:
-    """Records of the responses whose rank, by (query id, sample), is at most `max_rank`, in the order of `turns`."""
+    """Records of the responses whose rank, by (query id, sample), is at most `max_rank`, in the
+    order of `turns`."""
     good: dict[str, list[dict]] = {}
     for row in rows:
         rank = ranks.get((row["query_id"], row["sample"]))
@@ -95,7 +98,8 @@ def select_records(
 
 
 def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
-    """((query id, sample) → rank of the well-formed rows, technical failures left out; number of searches).
+    """((query id, sample) → rank of the well-formed rows, technical failures left out; number of
+    searches).
 
     Equal rewrites of a turn are searched once, each process searches its share.
     """
@@ -143,7 +147,8 @@ def sample_settings(cfg) -> dict:
 
 
 def sample_records(cfg, dist: Dist) -> dict:
-    """Write `<out>/records.jsonl` and `sample_stats.json`; returns the statistics.  Nothing to do if they are there.
+    """Write `<out>/records.jsonl` and `sample_stats.json`; returns the statistics. Nothing to do if
+    they are there.
 
     DataError if no record is left.
     """
@@ -217,7 +222,8 @@ def sample_records(cfg, dist: Dist) -> dict:
         distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(
-            f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} are well "
+            f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
+            "are well "
             "formed; raise samples_per_turn or max_rank, or give examples that this model follows"
         )
     return stats
@@ -233,14 +239,16 @@ class Example:
 
 
 def human_response(question: str, rewrite: str) -> str:
-    """A target made of a human rewrite: the think block lists the words that it adds to the question."""
+    """A target made of a human rewrite: the think block lists the words that it adds to the
+    question."""
     known = set(question.lower().split())
     added = [word for word in rewrite.split() if word.lower() not in known]
     return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
 
 
 def make_examples(turns: list[Turn], tokenizer, cfg, path: str) -> tuple[list[Example], Counter]:
-    """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why.  DataError if none is left."""
+    """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why. DataError if none
+    is left."""
     eos_id = eos_token_ids(tokenizer)[0]
     examples, dropped, malformed = [], Counter(), 0
     instruction = read_instruction(cfg.instruction)
@@ -267,12 +275,14 @@ def make_examples(turns: list[Turn], tokenizer, cfg, path: str) -> tuple[list[Ex
     if not examples:
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise DataError(
-            f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, or give "
+            f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, "
+            "or give "
             f"turns with a `{cfg.target}`"
         )
     if malformed:
         print0(
-            f"note: {malformed} of the {len(turns)} targets of {path} are not one think block and one rewrite block; "
+            f"note: {malformed} of the {len(turns)} targets of {path} are not one think block and "
+            "one rewrite block; "
             "they are trained, but inference and rewards will call such responses malformed"
         )
     return examples, dropped
@@ -281,7 +291,8 @@ def make_examples(turns: list[Turn], tokenizer, cfg, path: str) -> tuple[list[Ex
 def make_trajectory_examples(
     rows: list[dict], tokenizer, cfg, path: str
 ) -> tuple[list[Example], Counter]:
-    """Rows whose assistant's turns are trained, and how many were dropped why.  DataError if none is left."""
+    """Rows whose assistant's turns are trained, and how many were dropped why. DataError if none is
+    left."""
     examples, dropped = [], Counter()
     for row in rows:
         if row.get("error"):
@@ -308,7 +319,8 @@ def make_trajectory_examples(
     if not examples:
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise DataError(
-            f"{path}: none of its {len(rows)} trajectories can be trained on ({why}); raise max_length, or "
+            f"{path}: none of its {len(rows)} trajectories can be trained on ({why}); raise "
+            "max_length, or "
             "give trajectories that end in an answer"
         )
     return examples, dropped
@@ -317,7 +329,8 @@ def make_trajectory_examples(
 def split_heldout(
     examples: list[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out): whole conversations, drawn with the seed; the only conversation is never held out."""
+    """(train, held out): whole conversations, drawn with the seed; the only conversation is never
+    held out."""
     conversations = sorted({e.conversation_id for e in examples})
     random.Random(seed).shuffle(conversations)
     count = (

@@ -1,6 +1,8 @@
-"""What both trainings stand on: the order of the data, prompts, loading, checkpoints, exports and the log.
+"""What both trainings stand on: the order of the data, prompts, loading, checkpoints, exports and
+the log.
 
-`run` is the object of a training that lives as long as it does (grpo.Run): its fields are named where they are used.
+`run` is the object of a training that lives as long as it does (grpo.Run): its fields are named
+where they are used.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import runs
 from episodes.episode import episode_figures, episode_reward, open_task
 from lora import adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
-from retriever import open_retriever
+from retriever import open_retriever, retriever_settings
 from reward import parse_response
 from rollout import open_engine
 from scoring.health import answer_means, collapse_reason, step_line, validation_line  # noqa: F401
@@ -31,13 +33,15 @@ from scoring.ranking import evaluate_run, read_qrels
 
 
 class Stopped(RuntimeError):
-    """The run ended itself for a stated reason (collapse, non-finite gradients); checkpoints are intact."""
+    """The run ended itself for a stated reason (collapse, non-finite gradients); checkpoints are
+    intact."""
 
     exit_status = 3
 
 
 class Clock:
-    """Seconds of the phases of a step, work queued on the device included: `with clock("sample"): …`."""
+    """Seconds of the phases of a step, work queued on the device included: `with clock("sample"):
+    …`."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, {}
@@ -52,9 +56,11 @@ class Clock:
 
 
 def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the items of `step` (from 0): a fresh permutation each epoch; batches run across its end.
+    """Indices of the items of `step` (from 0): a fresh permutation each epoch; batches run across
+    its end.
 
-    A function of its arguments alone, so a resumed run, on any number of processes, goes on with the same items.
+    A function of its arguments alone, so a resumed run, on any number of processes, goes on with
+    the same items.
     """
     out: list[int] = []
     for position in range(step * prompts_per_step, (step + 1) * prompts_per_step):
@@ -75,7 +81,8 @@ BEST = {"rewrite": "dev_mrr", "search": "dev_f1", "agent": "dev_f1"}  # what cho
 
 
 def summary(run) -> dict:
-    """The last line of a finished run: mean reward of the first and the last steps, validation, folders."""
+    """The last line of a finished run: mean reward of the first and the last steps, validation,
+    folders."""
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     rewards = [row["reward"] for row in rows if row["step"]]
     tenth = max(1, len(rewards) // 10)
@@ -121,7 +128,8 @@ def load(cfg, dist: distributed.Dist) -> dict:
         f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {dist.world} "
         f"process{'es' * (dist.world > 1)} = {sequences} sequences per process in micro-batches of "
         f"{cfg.micro_batch_tokens} tokens; {len(items)} {kind} = "
-        f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {steps} steps, lr {cfg.lr:g} after "
+        f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {steps} steps, lr {cfg.lr:g} "
+        "after "
         f"{cfg.warmup_steps} warm-up steps; {len(dev)} validation {kind} every "
         f"{cfg.validate_every} steps"
     )
@@ -145,12 +153,14 @@ def load(cfg, dist: distributed.Dist) -> dict:
 def encode_items(
     items: list, encode: Callable, limit: int, name: str
 ) -> tuple[list, list[list[int]]]:
-    """Turns (or questions) with their prompt ids; those with more than `limit` tokens are left out and counted."""
+    """Turns (or questions) with their prompt ids; those with more than `limit` tokens are left out
+    and counted."""
     pairs = [(item, encode(item)) for item in items]
     kept = [(item, ids) for item, ids in pairs if len(ids) <= limit]
     if len(kept) < len(items):
         distributed.print0(
-            f"{name}: {len(items) - len(kept)} of {len(items)} left out: prompt above max_prompt_tokens={limit}"
+            f"{name}: {len(items) - len(kept)} of {len(items)} left out: prompt above "
+            f"max_prompt_tokens={limit}"
         )
     if not kept:
         raise data.DataError(
@@ -172,7 +182,10 @@ def load_items(cfg, path: str, retriever, task, tokenizer) -> tuple[list, list[l
     if dropped:
         distributed.print0(f"{path}: {dropped} turns without a gold passage left out")
     instruction = prompts.read_instruction(cfg.instruction)
-    encode = lambda t: prompts.encode_chat(tokenizer, prompts.rewrite_prompt(t, instruction))  # noqa: E731
+
+    def encode(turn: data.Turn) -> list[int]:
+        return prompts.encode_chat(tokenizer, prompts.rewrite_prompt(turn, instruction))
+
     return encode_items(turns, encode, cfg.max_prompt_tokens, path)
 
 
@@ -180,7 +193,8 @@ def warn_of_overlap(train: list, dev: list) -> None:
     keys = [{getattr(i, "conversation_id", i.question) for i in items} for items in (train, dev)]
     if both := keys[0] & keys[1]:
         distributed.print0(
-            f"warning: {len(both)} conversations or questions are in both train and dev ({min(both)!r}, …): validation "
+            f"warning: {len(both)} conversations or questions are in both train and dev "
+            f"({min(both)!r}, …): validation "
             "does not show generalisation"
         )
 
@@ -195,7 +209,8 @@ def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
                 p for p in golds[query] if passage_ids is not None and p not in passage_ids
             ]:
                 raise data.DataError(
-                    f"{path}: gold passage {wrong[0]!r} is not in the index; give the qrels of its corpus"
+                    f"{path}: gold passage {wrong[0]!r} is not in the index; give the qrels of its "
+                    "corpus"
                 )
     return golds
 
@@ -206,7 +221,8 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
     if adapter_base(cfg.model) and not cfg.lora.r:
         distributed.print0(
-            f"{cfg.model} is an adapter: it is merged and all weights are trained; lora.r goes on with it"
+            f"{cfg.model} is an adapter: it is merged and all weights are trained; lora.r goes on "
+            "with it"
         )
     policy = load_causal_lm(
         cfg.model,
@@ -234,7 +250,8 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
     )  # `main` sends them; opened while the card is empty: vLLM measures what is free
     if longest > engine.max_length:
         raise config.ConfigError(
-            f"longest prompt + max_response_tokens = {longest} tokens, but the model has {engine.max_length} positions; "
+            f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
+            f"{engine.max_length} positions; "
             "lower max_response_tokens or max_prompt_tokens"
         )
     distributed.shard_model(
@@ -251,8 +268,8 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
 
 
 def export(policy: torch.nn.Module, tokenizer, cfg, name: str, notes: dict[str, dict]) -> None:
-    """Write the policy to the folder `name` of the run, with `notes` as JSON files inside: a Hugging Face folder, or
-    with LoRA its adapter in PEFT's format. A collective."""
+    """Write the policy to the folder `name` of the run, with `notes` as JSON files inside: a
+    Hugging Face folder, or with LoRA its adapter in PEFT's format. A collective."""
     folder = os.path.join(cfg.out, name)
     if cfg.lora.r:
         distributed.export_adapter(policy, tokenizer, folder, notes)
@@ -261,8 +278,8 @@ def export(policy: torch.nn.Module, tokenizer, cfg, name: str, notes: dict[str, 
 
 
 def export_run(run, name: str) -> None:
-    """`export` with what prompt the policy was trained for; best/ also says which step it is, so that the folder and
-    the record of it change in one moment."""
+    """`export` with what prompt the policy was trained for; best/ also says which step it is, so
+    that the folder and the record of it change in one moment."""
     notes = {"task.json": {"task": run.cfg.task, "template": run.cfg.episode.template}}
     if name == "best":
         notes["best.json"] = run.best
@@ -279,15 +296,39 @@ def checkpoint(run, row: dict) -> None:
     distributed.print0(f"checkpoint {folder}")
 
 
+FREE = (  # keys that may change in a continuation
+    "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
+    "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
+    "export_dtype qrels"
+).split()
+
+
+def settings(cfg) -> dict:
+    """What may not differ between a run and its continuation, because it decides the result; files
+    by content."""
+    return (
+        {"engine.kind": cfg.engine.kind}
+        | {key: value for key, value in config.to_dict(cfg).items() if key not in FREE}
+        | {
+            key: runs.path_with_digest(getattr(cfg, key))
+            for key in ("model", "train", "dev", "instruction")
+        }
+        | {f"qrels {path}": runs.path_with_digest(path) for path in cfg.qrels}
+        | retriever_settings(cfg.retriever)
+    )
+
+
 def resume(run) -> dict:
-    """Continue from the newest checkpoint in `out`, if there is one; returns the row of the last step that is done."""
+    """Continue from the newest checkpoint in `out`, if there is one; returns the row of the last
+    step that is done."""
     cfg, found = run.cfg, distributed.latest_checkpoint(run.cfg.out)
     metrics, best = (os.path.join(cfg.out, name) for name in ("metrics.jsonl", "best"))
     row: dict = {"step": 0}
     if found is None:
         if os.path.isdir(os.path.join(cfg.out, "final")):
             raise config.ConfigError(
-                f"{cfg.out} holds a finished run without a checkpoint to go on from; use another out folder, or move it "
+                f"{cfg.out} holds a finished run without a checkpoint to go on from; use another "
+                "out folder, or move it "
                 "away to start anew"
             )
         distributed.print0(f"{cfg.out} holds no checkpoint: the run begins at step 0")
@@ -305,7 +346,8 @@ def resume(run) -> dict:
     run.history = [{key: math.nan if v is None else v for key, v in r.items()} for r in steps]
     if len(run.history) < row["step"]:
         distributed.print0(
-            f"warning: {metrics} lacks {row['step'] - len(run.history)} of {row['step']} steps: the "
+            f"warning: {metrics} lacks {row['step'] - len(run.history)} of {row['step']} steps: "
+            "the "
             "summary and the guard against collapse know only what is there"
         )
     start = next((r for r in history if r["step"] == 0 and BEST[cfg.task] in r), None)
@@ -317,16 +359,19 @@ def load_state(run, folder: str, state: dict) -> dict:
     """Fill the run from a checkpoint; returns the log row of its step."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
-            f"{folder} is no checkpoint of this version of grpo.py; use another out folder, or finish the "
+            f"{folder} is no checkpoint of this version of grpo.py; use another out folder, or "
+            "finish the "
             "run with the version that began it"
         )
     if change := runs.changed_setting(state["settings"], run.settings):
         raise config.ConfigError(
-            f"{folder} was made with other settings: {change}; use another out folder, or the same settings to continue"
+            f"{folder} was made with other settings: {change}; use another out folder, or the same "
+            "settings to continue"
         )
     if state["step"] > run.steps:
         raise config.ConfigError(
-            f"steps={run.steps}, but {folder} has {state['step']} steps done; set steps to that number or more, or use "
+            f"steps={run.steps}, but {folder} has {state['step']} steps done; set steps to that "
+            "number or more, or use "
             "another out folder"
         )
     distributed.load_checkpoint(folder, run.policy, run.optimizer)
@@ -354,7 +399,8 @@ def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list
 
 
 def dev_figures(run, rollouts: list, items: list) -> dict[str, float]:
-    """`dev_…` metrics over the items of all ranks, of greedy rollouts (rewrites or episodes) of this rank's items."""
+    """`dev_…` metrics over the items of all ranks, of greedy rollouts (rewrites or episodes) of
+    this rank's items."""
     own = rewrite_figures if run.task is None else answer_figures
     figures, rows = own(run, rollouts, items)
     figures["format_rate"] = sum(row["well_formed"] for row in rows) / len(rows)
@@ -406,7 +452,8 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
         for shown in (rollouts[0], rollouts[-1]):
             how = f"rank {shown['rank']}" if "rank" in shown else shown["end"]
             print(
-                f"  sample {shown['query_id']}: {how}, reward {shown['reward']}: {shown['response']!r}",
+                f"  sample {shown['query_id']}: {how}, reward {shown['reward']}: "
+                f"{shown['response']!r}",
                 flush=True,
             )
 
@@ -418,19 +465,22 @@ def log_step(run, row: dict) -> None:
 
 
 def guard(run) -> None:
-    """Stop a run that has failed (three steps in a row skipped for non-finite gradients, or a collapsed policy); warn
-    of one that cannot learn."""
+    """Stop a run that has failed (three steps in a row skipped for non-finite gradients, or a
+    collapsed policy); warn of one that cannot learn."""
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
-            "the gradient was not finite in three steps in a row; start anew in another out folder, with a lower lr or "
+            "the gradient was not finite in three steps in a row; start anew in another out "
+            "folder, with a lower lr or "
             "a higher kl_coef"
         )
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         distributed.print0(
             "warning: in the first three steps every group was flat (format rate "
-            f"{recent[-1]['format_rate']:.2f}): nothing is learned from rewards that are all equal, and validation of "
-            "malformed responses searches the raw questions; warm the policy up first, or raise group_size or "
+            f"{recent[-1]['format_rate']:.2f}): nothing is learned from rewards that are all "
+            "equal, and validation of "
+            "malformed responses searches the raw questions; warm the policy up first, or raise "
+            "group_size or "
             "temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
@@ -439,19 +489,24 @@ def guard(run) -> None:
             f"; best/ holds the policy of step {run.best['step']}" if run.best["step"] > 0 else ""
         )
         raise Stopped(
-            f"the policy has collapsed: {reason}{best}; try a higher kl_coef or a lower lr in another out folder, or "
+            f"the policy has collapsed: {reason}{best}; try a higher kl_coef or a lower lr in "
+            "another out folder, or "
             "stop_on_collapse=false to go on in this one"
         )
 
 
 def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
-    """Raise Stopped where the engine samples from the starting policy although the trained one has moved away from it.
+    """Raise Stopped where the engine samples from the starting policy although the trained one has
+    moved away from it.
 
-    engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the engine|, in nats. An
-    adapter moves slowly: an engine that never gets it stays far below `limit`, and rewards look plausible for hours.
+    engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the
+    engine|, in nats. An adapter moves slowly: an engine that never gets it stays far below `limit`,
+    and rewards look plausible for hours.
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
-            f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's and {start_gap:.4g} "
-            "from the starting policy's: the weights that are sent do not reach it; mend the weight sync"
+            f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's "
+            f"and {start_gap:.4g} "
+            "from the starting policy's: the weights that are sent do not reach it; mend the "
+            "weight sync"
         )

@@ -2,7 +2,7 @@
 
     python bench/million.py encoder=FOLDER work=/tmp/million out=bench/results/million.json
 
-`prepare.py demo` writes the corpus (a million synthetic passages behind the demo's own), `retriever.py` indexes it two
+`prepare.py demo` writes the corpus, to which a million synthetic passages are added, `retriever.py` indexes it two
 times at once, each on one core; one of the two is stopped by SIGKILL at a third and at two thirds of its shards and
 started again with the same command.  Then a process of its own opens the index, memory-mapped, and searches it.
 Peaks are of whole processes, interpreter included; what of a memory-mapped file is in memory counts as well, so the
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import random
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Iterator
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -134,14 +136,32 @@ def search(cfg: MillionConfig) -> dict:
                      "mapped_after_bytes": memory("RssFile"), "peak_rss_bytes": memory("VmHWM")}
 
 
+def synthetic_passages(count: int) -> Iterator[dict]:
+    """`count` passages about made-up entities; ids, titles and texts say that they are synthetic."""
+    rng = random.Random("0/synthetic")
+    parts = [a + b for a in "bdgklmnprstvz" for b in "aeiou"]
+    claims = ["has the currency {}", "was first described by {}", "lies on the river {}", "is named after {}",
+              "was designed by {}", "has its premiere hall in {}", "has the capital {}", "is governed from {}"]
+    nouns = ["town", "country", "mountain", "opera", "element", "novelist", "film", "tower"]
+    for i in range(1, count + 1):
+        bits = rng.getrandbits(48)
+        word = [parts[bits >> s & 63] for s in (0, 6, 12, 18, 24, 30)]
+        name, value = "".join(word[:3]).capitalize(), "".join(word[3:]).capitalize()
+        noun, claim = nouns[bits >> 36 & 7], claims[bits >> 39 & 7].format(value)
+        yield {"id": f"synthetic-{i:07d}", "title": f"{name} {i} (synthetic {noun})",
+               "text": f"In this synthetic record, the {noun} {name} {i} {claim}."}
+
+
 def main(cfg: MillionConfig) -> dict:
     if cfg.search_only:
         return search(cfg)
     work = Path(cfg.work or tempfile.mkdtemp(prefix="million_"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        subprocess.run([sys.executable, f"{ROOT}/prepare.py", "demo", f"out={work}/demo",
-                        f"extra_passages={cfg.passages}"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, f"{ROOT}/prepare.py", "demo", f"out={work}/demo"], check=True,
+                       stdout=subprocess.DEVNULL)
+        with open(work / "demo" / "corpus.jsonl", "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(passage) + "\n" for passage in synthetic_passages(cfg.passages))
         for name in ("whole", "killed"):
             shutil.rmtree(work / name, ignore_errors=True)
         whole, killed, kills = Build(cfg, work, "whole"), Build(cfg, work, "killed"), []

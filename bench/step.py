@@ -3,7 +3,7 @@
     python bench/step.py --shape 3b --engine torch vllm --peer hf vllm --peer-script trl_grpo.py
     torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
 
-It calls grpo.train_step itself: sampling, reward beside the reference's pass, update, weight sync.  The reward is a
+It calls grpo.train_step itself: sampling, reward, the reference's pass, update, weight sync.  The reward is a
 hash of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left
 out; the medians of the others count.  With --peer, or several engines, this process holds no memory of the card: each
 of our engines runs in a process of its own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script)
@@ -36,14 +36,15 @@ from engines.base import EngineConfig
 import model
 from model import make_optimizer, prepare_causal_lm
 from prompts import decode_response
-from reward import Parsed
+import training
 from rollout import open_engine
 
 
 def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
     """A reward between 0 and 1 for each response that depends on nothing but its ids."""
     texts = [decode_response(run.tokenizer, r.response_ids) for r in rollouts]
-    return [grpo.Score(text, Parsed("", "", False), None, zlib.crc32(str(r.response_ids).encode()) % 100 / 100)
+    figures = {"rewrite": "", "well_formed": False, "rank": None}
+    return [grpo.Score(text, zlib.crc32(str(r.response_ids).encode()) % 100 / 100, figures)
             for text, r in zip(texts, rollouts)]
 
 
@@ -74,9 +75,9 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     count = args.prompts * (args.steps + 1)
     prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(count)]
     turns = [data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)]
-    return grpo.Run(cfg=cfg, where=where, tokenizer=tokenizer, policy=policy, reference=reference,
+    return grpo.Run(cfg=cfg, dist=where, tokenizer=tokenizer, policy=policy, reference=reference,
                     optimizer=make_optimizer(policy, cfg.lr), engine=engine, retriever=None, task=None, golds={},
-                    turns=turns, prompts=prompts, dev=[], dev_prompts=[], steps=cfg.steps, settings={}, best={})
+                    items=turns, prompts=prompts, dev=[], dev_prompts=[], steps=cfg.steps, settings={})
 
 
 def floors(args, world: int) -> dict[str, float]:
@@ -129,12 +130,15 @@ def ours(args, kind: str) -> None:
     sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
-        grpo.wake_engine(run)
+        grpo.sync_engine(run)
         rows, walls = [], []
         for step in range(args.steps + 1):
             if step == 1 and where.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            (row, _), wall = grpo.timed(where.device, grpo.train_step, run, step)
+            clock = training.Clock(where.device)
+            with clock("step"):
+                row, _ = grpo.train_step(run, step)
+            wall = clock.seconds["seconds_step"]
             distributed.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
             rows.append(row)
             walls.append(wall)

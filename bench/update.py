@@ -29,7 +29,8 @@ import shapes
 import torch
 import distributed
 import grpo
-from batching import MicroBatch, plan_updates, share_rollouts
+import training
+from batching import MicroBatch, deal_out, plan_updates
 from engines.base import Rollout
 import model
 import packing
@@ -82,38 +83,43 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
     cfg = grpo.GRPOConfig(micro_batch_tokens=budget, gather_once=not args.gather_each, temperature=1.0)
     rollouts = make_rollouts(args, kind, shapes.SHAPES[args.shape]["vocab_size"])
     mine = [r for r in rollouts if r.group_id % where.world == where.rank]
-    held, _ = share_rollouts(mine, 0, where)
+    held, _ = deal_out(mine, [0.0] * len(mine), where)
     advantages = grpo.group_advantages([float(sum(r.response_ids) % 97) for r in held], [r.group_id for r in held])
     batch = collate_rollouts(held, advantages, 0)
     with layout_of(layout):
-        plans = plan_updates(policy, batch, cfg, where)
+        updates = plan_updates(policy, batch, where.device, budget)
     own = [unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
-           sum(m.packed.computed for plan in plans for m in plan if m.rows)]
+           sum(m.packed.computed for u in updates for m in u.micro_batches if m.part.loss_mask.any())]
     unique, computed = map(int, distributed.all_reduce_sum(own))
     optimizer = make_optimizer(policy, 1e-6)
     seconds, reference_seconds, first = [], [], {}
+    clock = training.Clock(where.device)
     for i in range(args.updates + 1):
         if i == 1 and cuda:
             torch.cuda.reset_peak_memory_stats()
         if reference is not None:
-            reference_seconds.append(grpo.timed(where.device, grpo.add_reference, reference, plans, 1.0)[1])
-        stats, took = grpo.timed(where.device, grpo.update, policy, optimizer, plans, cfg, where)
+            with clock("reference"):
+                grpo.add_reference(reference, updates, 1.0)
+            reference_seconds.append(clock.seconds["seconds_reference"])
+        with clock("update"):
+            stats = grpo.update(policy, optimizer, updates, cfg, where)
+        took = clock.seconds["seconds_update"]
         seconds.append(took)
         distributed.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
         first = first or stats
     if args.profile:  # every process takes part in the update
         profile(args.profile if where.rank == 0 else os.devnull,
-                lambda: grpo.update(policy, optimizer, plans, cfg, where))
+                lambda: grpo.update(policy, optimizer, updates, cfg, where))
     size, took = shapes.parameters(args.shape), statistics.median(seconds[1:])
     cards = where.world
     floor = 6 * size * unique / shapes.BF16_FLOPS / cards
     moved = 28 * size / cards / shapes.bandwidth() if shapes.bandwidth() else None
-    return {"micro_batches": len(plans[0]), "unique_tokens": unique, "computed_tokens": computed,
+    return {"micro_batches": len(updates[0].micro_batches), "unique_tokens": unique, "computed_tokens": computed,
             "trained_tokens": first["tokens"], "loss": first["loss"], "grad_norm": first["grad_norm"],
             "seconds": round(took, 4), "seconds_all": [round(s, 4) for s in seconds],
             "tokens_per_second": round(unique / took), "mfu": round(floor / took, 4),
             "floor_seconds": round(floor + (moved or 0.0), 4),
-            "layouts": sorted({kind_of(m) for plan in plans for m in plan}),
+            "layouts": sorted({kind_of(m) for u in updates for m in u.micro_batches}),
             **({"reference_seconds": round(statistics.median(reference_seconds[1:]), 4),
                 "reference_floor_seconds": round(floor / 3, 4)} if reference is not None else {}),
             **({"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),

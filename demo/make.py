@@ -1,11 +1,9 @@
-"""The demo data: conversations about real facts, rendered from the tables in `demo/` (`python prepare.py demo`).
+"""Makes the demo's data from its tables: `python demo/make.py` writes the committed files.
 
-A file of its own because the demo's corpus and conversations are authored here, while `prepare.py` is the table of
-commands, most of which turn other people's data into records.
-
-What makes them a task for a rewriter: a conversation moves from an entity to another one and back (novel → its author →
-the novel), later questions say "she", "that country", "the first film" or only "When?", and the corpus holds the same
-aspect of other entities and the other aspects of the same entity.
+Conversations about real facts. What makes them a task for a rewriter: a conversation moves from an
+entity to another one and back (novel → its author → the novel), later questions say "she", "that
+country", "the first film" or only "When?", and the corpus holds the same aspect of other entities
+and the other aspects of the same entity.
 """
 
 from __future__ import annotations
@@ -15,17 +13,22 @@ import itertools
 import os
 import random
 import re
+import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Callable, Iterator, NamedTuple
+from typing import Annotated, Iterator, NamedTuple
 
 import yaml
 
-from data import DataError, Turn
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
 
-TABLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo")
+from config import at_least, run  # noqa: E402
+from data import DataError, Turn  # noqa: E402
+from runs import atomic_write, write_jsonl  # noqa: E402
 
+# ------------------------------------------------------------------------------- entities, facts
 
-# ------------------------------------------------------------------------------------------------- entities, facts
 
 class Reference(NamedTuple):
     """How a sentence speaks of an entity."""
@@ -35,12 +38,15 @@ class Reference(NamedTuple):
     possessive: str  # her
 
 
-PRONOUNS = {"it": Reference("it", "it", "its"), "he": Reference("he", "him", "his"),
-            "she": Reference("she", "her", "her")}
+PRONOUNS = {
+    "it": Reference("it", "it", "its"),
+    "he": Reference("he", "him", "his"),
+    "she": Reference("she", "her", "her"),
+}
 
 
-def named(name: str) -> Reference:
-    """The reference that is a name or a noun phrase: `Rembrandt`, `that country`."""
+def by_name(name: str) -> Reference:
+    """A name or a noun phrase: `Rembrandt`, `that country`."""
     return Reference(name, name, name + ("'" if name.endswith("s") else "'s"))
 
 
@@ -50,7 +56,9 @@ class Entity:
 
     kind: str
     name: str  # as the table has it
-    label: str  # inside a sentence: with its article, and with its noun where two kinds share the name
+    label: (
+        str  # inside a sentence: with its article, and with its noun where two kinds share the name
+    )
     title: str  # of its passages
     noun: str
     pronoun: str
@@ -73,10 +81,10 @@ class Fact:
     gold_ids: list[str] = field(default_factory=list)
 
     def say(self, template: str, reference: Reference | None = None) -> str:
-        """A template of the aspect about the entity, spoken of by `reference` (default: its name)."""
-        s, o, p = reference or named(self.entity.label)
-        text = template.format(s=s, o=o, p=p, v=self.value, a="an" if self.value[0] in "AEIOU" else "a",
-                               noun=self.entity.noun, be="was" if self.entity.dead else "is")
+        """A template about the entity, spoken of by `reference` (default: its name)."""
+        s, o, p = reference or by_name(self.entity.label)
+        be, a = "was" if self.entity.dead else "is", "an" if self.value[0] in "AEIOU" else "a"
+        text = template.format(s=s, o=o, p=p, v=self.value, a=a, noun=self.entity.noun, be=be)
         return text[0].upper() + text[1:]
 
 
@@ -84,49 +92,52 @@ def bare(name: str) -> str:
     return name.removeprefix("the ")
 
 
-def read_tables(folder: str, seed: int) -> list[Entity]:
-    """The entities of all tables with their facts; the seed chooses each passage's template and title."""
-    with open(os.path.join(folder, "templates.yaml"), encoding="utf-8") as f:
+def read_tables(seed: int) -> list[Entity]:
+    """The entities of all tables with their facts; the seed chooses each passage's template."""
+    with open(f"{HERE}/tables/templates.yaml", encoding="utf-8") as f:
         kinds = yaml.safe_load(f)
-    tables: dict[str, list[dict]] = {}
+    rows: list[tuple[str, dict]] = []
     for kind in kinds:
-        with open(os.path.join(folder, f"{kind}.tsv"), encoding="utf-8", newline="") as f:
-            tables[kind] = list(csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
-    bearers: dict[str, set[str]] = {}
-    for kind, rows in tables.items():
-        for row in rows:
-            bearers.setdefault(bare(row["name"]).lower(), set()).add(kind)
+        with open(f"{HERE}/tables/{kind}.tsv", encoding="utf-8", newline="") as f:
+            table = csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE)
+            rows += [(kind, row) for row in table]
+    bearers = defaultdict(set)
+    for kind, row in rows:
+        bearers[bare(row["name"]).lower()].add(kind)
     entities: list[Entity] = []
-    ids = itertools.count(1)
-    for kind, rows in tables.items():
-        for row in rows:
-            name, noun = row["name"], row.get("noun") or kinds[kind]["noun"]
-            shared = len(bearers[bare(name).lower()]) > 1
-            article = f"{kinds[kind]['article']} " if "article" in kinds[kind] else ""
-            title = bare(name)[0].upper() + bare(name)[1:] + (f" ({noun})" if shared else "")
-            entity = Entity(kind, name, f"the {noun} {name}" if shared else article + name, title, noun,
-                            row.get("pronoun") or kinds[kind]["pronoun"], bool(row.get("died")),
-                            "ranked" in kinds[kind])
-            for aspect, form in kinds[kind]["aspects"].items():
-                if row[aspect]:
-                    fact = Fact(entity, aspect, form, row[aspect], f"demo-{next(ids):05d}")
-                    rng = random.Random(f"{seed}/passage/{kind}/{name}/{aspect}")
-                    fact.text = fact.say(rng.choice(form["passages"]))
-                    entity.facts[aspect] = fact
-            entities.append(entity)
+    numbers = itertools.count(1)
+    for kind, row in rows:
+        form, name = kinds[kind], row["name"]
+        noun = row.get("noun") or form["noun"]
+        shared = len(bearers[bare(name).lower()]) > 1
+        label = f"the {noun} {name}" if shared else f"{form.get('article', '')} {name}".strip()
+        title = bare(name)[0].upper() + bare(name)[1:] + (f" ({noun})" if shared else "")
+        pronoun = row.get("pronoun") or form["pronoun"]
+        dead, ranked = bool(row.get("died")), "ranked" in form
+        entity = Entity(kind, name, label, title, noun, pronoun, dead, ranked)
+        for aspect in form["aspects"]:
+            if row[aspect]:
+                id_ = f"demo-{next(numbers):05d}"
+                fact = Fact(entity, aspect, form["aspects"][aspect], row[aspect], id_)
+                rng = random.Random(f"{seed}/passage/{kind}/{name}/{aspect}")
+                fact.text = fact.say(rng.choice(fact.form["passages"]))
+                entity.facts[aspect] = fact
+        entities.append(entity)
     known = {(e.kind, bare(e.name)): e for e in entities}
-    for fact in (f for e in entities for f in e.facts.values()):
-        keys = [(k, bare(fact.value)) for k in fact.form.get("link", ())]
+    for fact in (fact for entity in entities for fact in entity.facts.values()):
+        keys = [(kind, bare(fact.value)) for kind in fact.form.get("link", ())]
         fact.link = next((known[key] for key in keys if key in known), None)
-        twins = [fact.link.facts[a] for a in fact.form.get("same", ()) if fact.link and a in fact.link.facts]
-        fact.gold_ids = [fact.id] + [t.id for t in twins if bare(t.value) == bare(fact.entity.name)]
+        there = fact.link.facts if fact.link else {}
+        twins = [there[aspect] for aspect in fact.form.get("same", ()) if aspect in there]
+        name = bare(fact.entity.name)
+        fact.gold_ids = [fact.id] + [twin.id for twin in twins if bare(twin.value) == name]
     return entities
 
 
-# --------------------------------------------------------------------------------------------------- conversations
+# --------------------------------------------------------------------------------- conversations
 
-@dataclass
-class Said:
+
+class Said(NamedTuple):
     """One turn of a conversation under way."""
 
     fact: Fact
@@ -136,32 +147,40 @@ class Said:
 
 
 class Conversation:
-    """Draws the turns of one conversation; `open_facts(entity)` are the facts that may be asked about an entity."""
+    """Draws the turns of one conversation; no fact in `asked` is asked for again."""
 
-    def __init__(self, rng: random.Random, open_facts: Callable[[Entity], list[Fact]], entities: list[Entity]):
-        self.rng, self.open_facts, self.entities = rng, open_facts, entities
+    def __init__(self, rng: random.Random, entities: list[Entity], asked: set[Fact]):
+        self.rng, self.entities, self.asked = rng, entities, asked
         self.said: list[Said] = []
 
+    def open_facts(self, entity: Entity) -> list[Fact]:
+        """What may be asked about an entity."""
+        if entity not in self.entities:
+            return []
+        asked = self.asked | {turn.fact for turn in self.said}
+        return [fact for fact in entity.facts.values() if fact not in asked]
+
     def subjects(self) -> list[Entity]:
-        return list(dict.fromkeys(s.fact.entity for s in self.said))
+        return list(dict.fromkeys(turn.fact.entity for turn in self.said))
 
     def mentioned(self) -> list[Entity]:
-        links = [s.fact.link for s in self.said if s.fact.link]
+        links = [turn.fact.link for turn in self.said if turn.fact.link]
         return list(dict.fromkeys(self.subjects() + links))
 
     def pick(self, entity: Entity) -> Fact | None:
-        """A fact of the entity that was not asked yet; three times as likely where the talk can go on from it."""
-        facts = [f for f in self.open_facts(entity) if f not in [s.fact for s in self.said]]
+        """An open fact of the entity; three times as likely where the talk can go on from it."""
+        facts = self.open_facts(entity)
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
 
     def template(self, templates: list[str], reference: Reference | None) -> str:
-        """One of the templates; of those that read well with a pronoun ("the capital of it" is nobody's English)."""
+        """One of the templates; not "the capital of it" where another suits a pronoun."""
         if reference in PRONOUNS.values():
-            templates = [t for t in templates if not re.search(r"\b(of|in|on|for) {[so]}", t)] or templates
+            clumsy = re.compile(r"\b(of|in|on|for) {[so]}")
+            templates = [t for t in templates if not clumsy.search(t)] or templates
         return self.rng.choice(templates)
 
-    def ask(self, fact: Fact, reference: Reference | None = None, question: str | None = None) -> Said:
-        """The turn that asks for `fact`: by `question`, or by a template of its aspect with `reference`."""
+    def ask(self, fact: Fact, reference: Reference | None = None, question: str = "") -> Said:
+        """The turn that asks for `fact`: by `question`, or by a template with `reference`."""
         template = self.template(fact.form["questions"], reference)
         short = PRONOUNS[fact.entity.pronoun] if reference and self.rng.random() < 0.5 else None
         answer = fact.say(self.template(fact.form["answers"], short), short)
@@ -174,41 +193,42 @@ class Conversation:
         """`the novel`, or `the first novel` among several; None where that would not be clear."""
         alike = [e for e in self.mentioned() if e.noun == entity.noun]
         if len(alike) == 1:
-            return named(f"the {entity.noun}")
+            return by_name(f"the {entity.noun}")
         spoken = [e for e in self.subjects() if e.noun == entity.noun]
         ordinals = ("first", "second", "third")
         if set(spoken) == set(alike) and len(spoken) <= len(ordinals) and not entity.ranked:
-            return named(f"the {ordinals[spoken.index(entity)]} {entity.noun}")
+            return by_name(f"the {ordinals[spoken.index(entity)]} {entity.noun}")
         return None
 
     def rivals(self, entity: Entity, aspect: str) -> bool:
-        """Whether the last answer named somebody or something else that the entity's pronoun could as well mean."""
+        """Whether the entity's pronoun could as well mean what the last answer named."""
         last = self.said[-1].fact
-        if entity.pronoun != "it" and last.form.get("person") and last.link is not entity:
-            return True
         other = last.link
-        return bool(other and other is not entity and other.pronoun == entity.pronoun and aspect in other.facts)
+        if entity.pronoun != "it" and last.form.get("person") and other is not entity:
+            return True
+        alike = other and other is not entity and other.pronoun == entity.pronoun
+        return bool(alike and aspect in other.facts)
 
     def stay(self) -> Said | None:
         """The same entity again: a pronoun, an elliptical question or one word."""
-        topic, last = self.said[-1].fact.entity, self.said[-1].fact
+        last = self.said[-1].fact
+        topic, pronoun = last.entity, PRONOUNS[last.entity.pronoun]
         fact = self.pick(topic)
         if fact is None:
             return None
-        followed = [f for f in self.open_facts(topic) if last.aspect in f.form.get("then", ()) and f not in
-                    [s.fact for s in self.said]]
+        followed = [f for f in self.open_facts(topic) if last.aspect in f.form.get("then", ())]
         if followed and self.rng.random() < 0.6:
             fact = self.rng.choice(followed)
-            return self.ask(fact, PRONOUNS[topic.pronoun], self.rng.choice(fact.form["then"][last.aspect]))
-        reference = self.by_noun(topic) if self.rivals(topic, fact.aspect) else PRONOUNS[topic.pronoun]
-        if reference is None:
-            return None
-        if self.rng.random() < 0.35:
+            return self.ask(fact, pronoun, self.rng.choice(fact.form["then"][last.aspect]))
+        reference = self.by_noun(topic) if self.rivals(topic, fact.aspect) else pronoun
+        if reference and self.rng.random() < 0.35:
             name = fact.form["name"]
-            forms = [f"And {reference.possessive} {name}?", f"What about {reference.possessive} {name}?"]
-            forms += [f"And the {name}?"] * (reference == PRONOUNS[topic.pronoun])
-            return self.ask(fact, reference, self.rng.choice(forms))
-        return self.ask(fact, reference)
+            whose = f"{reference.possessive} {name}"
+            forms = [f"And {whose}?", f"What about {whose}?", f"And the {name}?"]
+            return self.ask(
+                fact, reference, self.rng.choice(forms[: 3 if reference == pronoun else 2])
+            )
+        return self.ask(fact, reference) if reference else None
 
     def hop(self) -> Said | None:
         """On to the entity that the last answer named: she, that country, its author."""
@@ -219,17 +239,16 @@ class Conversation:
         target, topic = last.link, last.entity
         forms = []
         if "role" in last.form and not self.rivals(topic, ""):
-            forms.append(named(f"{PRONOUNS[topic.pronoun].possessive} {last.form['role']}"))
+            forms.append(by_name(f"{PRONOUNS[topic.pronoun].possessive} {last.form['role']}"))
         if target.pronoun == "it":
-            forms.append(named(f"that {target.noun}"))
+            forms.append(by_name(f"that {target.noun}"))
         elif target.pronoun != topic.pronoun:
             forms += [PRONOUNS[target.pronoun]] * 2
         return self.ask(fact, self.rng.choice(forms)) if forms else None
 
     def back(self) -> Said | None:
-        """Back to an entity from earlier on: the novel, the first country, or a pronoun that fits nobody else."""
-        topic = self.said[-1].fact.entity
-        earlier = [e for e in self.subjects() if e is not topic]
+        """Back to an earlier entity: the novel, the first country, an unambiguous "she"."""
+        earlier = [e for e in self.subjects() if e is not self.said[-1].fact.entity]
         target = self.rng.choice(earlier) if earlier else None
         fact = target and self.pick(target)
         if not fact:
@@ -242,91 +261,120 @@ class Conversation:
 
     def sibling(self) -> Said | None:
         """The same aspect of another entity of the kind: "What about Spain?"."""
-        last = self.said[-1].fact
-        mentioned = self.mentioned()
-        others = [e for e in self.entities if (e.kind, e.noun) == (last.entity.kind, last.entity.noun)
-                  and e not in mentioned and last.aspect in e.facts
-                  and e.facts[last.aspect].value != last.value and e.facts[last.aspect] in self.open_facts(e)]
-        if not others:
+        last, mentioned = self.said[-1].fact, self.mentioned()
+        facts = [
+            fact
+            for entity in self.entities
+            if (entity.kind, entity.noun) == (last.entity.kind, last.entity.noun)
+            and entity not in mentioned
+            for fact in self.open_facts(entity)
+            if fact.aspect == last.aspect and fact.value != last.value
+        ]
+        if not facts:
             return None
-        target = self.rng.choice(others)
-        return self.ask(target.facts[last.aspect], named(target.label),
-                        self.rng.choice(["What about {}?", "And {}?", "How about {}?"]).format(target.label))
+        fact = self.rng.choice(facts)
+        label = fact.entity.label
+        form = self.rng.choice(["What about {}?", "And {}?", "How about {}?"])
+        return self.ask(fact, by_name(label), form.format(label))
 
     def draw(self, start: Entity, length: int) -> list[Said]:
-        """Up to `length` turns, the first one self-contained; fewer where nothing is left to say."""
+        """Up to `length` turns, the first one self-contained; fewer where no fact is left."""
         first = self.pick(start)
-        if first is None:
-            return []
-        self.said.append(self.ask(first))
-        while len(self.said) < length:
+        if first:
+            self.said.append(self.ask(first))
+        while self.said and len(self.said) < length:
             moves = [self.hop] * 5 + [self.stay] * 4 + [self.back] * 3 + [self.sibling]
             self.rng.shuffle(moves)
-            turn = next((t for t in (move() for move in moves) if t), None)
+            turn = next(filter(None, (move() for move in moves)), None)
             if turn is None:
                 break
             self.said.append(turn)
         return self.said
 
 
-def draw_split(name: str, count: int, entities: list[Entity], taken: set[Entity], seed: int) -> list[Turn]:
-    """`count` turns in conversations of three to six about entities outside `taken`, which gains those asked about.
-
-    No fact is asked for twice.  DataError where the tables do not hold enough facts.
-    """
+def draw_split(
+    name: str, count: int, entities: list[Entity], seed: int
+) -> tuple[list[Turn], set[Fact]]:
+    """`count` turns in conversations of three to six, and the facts that they ask for."""
     rng = random.Random(f"{seed}/{name}")
-    free = [e for e in entities if e not in taken]
     asked: set[Fact] = set()
-
-    def open_facts(entity: Entity) -> list[Fact]:
-        return [] if entity in taken else [f for f in entity.facts.values() if f not in asked]
-
     turns: list[Turn] = []
     starts: list[Entity] = []
     conversation = failures = 0
     while len(turns) < count:
         left = count - len(turns)
-        if failures > 2 * len(free) or left < 3:
-            raise DataError(f"{name}_turns={count}: the tables give {len(turns)} turns in conversations of at least 3; "
-                            f"set {name}_turns to that number or less" if left >= 3 else
-                            f"{name}_turns={count}: a conversation has 3 to 6 turns; set {name}_turns to 3 or more")
-        if not starts:
-            starts = rng.sample(free, len(free))
+        if failures > 2 * len(entities) or left < 3:
+            raise DataError(
+                f"{name}_turns={count}: the tables give {len(turns)} turns in conversations of 3 "
+                f"to 6; set {name}_turns to a number from 3 to that"
+            )
+        starts = starts or rng.sample(entities, len(entities))
         length = rng.choice([n for n in (3, 4, 5, 5, 6, 6) if left - n >= 3 or left == n] or [left])
-        said = Conversation(rng, open_facts, free).draw(starts.pop(), length)
+        said = Conversation(rng, entities, asked).draw(starts.pop(), length)
         if len(said) < 3 or 0 < left - len(said) < 3:
             failures += 1
             continue
         conversation, failures = conversation + 1, 0
+        id_ = f"demo-{name}-{conversation:04d}"
         for i, turn in enumerate(said):
             asked.add(turn.fact)
-            turns.append(Turn(f"demo-{name}-{conversation:04d}_{i + 1}", f"demo-{name}-{conversation:04d}", i + 1,
-                              [(t.question, t.answer) for t in said[:i]], turn.question, turn.fact.gold_ids,
-                              answer=turn.answer, rewrite=turn.rewrite))
-    taken |= {fact.entity for fact in asked}
-    return turns
+            context = [(t.question, t.answer) for t in said[:i]]
+            golds, answer, rewrite = list(turn.fact.gold_ids), turn.answer, turn.rewrite
+            turns.append(
+                Turn(f"{id_}_{i + 1}", id_, i + 1, context, turn.question, golds, answer, rewrite)
+            )
+    return turns, asked
 
 
-def synthetic_passages(count: int, seed: int) -> Iterator[dict]:
-    """`count` passages about made-up entities, streamed; ids, titles and texts say that they are synthetic."""
-    rng = random.Random(f"{seed}/synthetic")
-    parts = [a + b for a in "bdgklmnprstvz" for b in "aeiou"]
-    claims = ["has the currency {}", "was first described by {}", "lies on the river {}", "is named after {}",
-              "was designed by {}", "has its premiere hall in {}", "has the capital {}", "is governed from {}"]
-    nouns = ["town", "country", "mountain", "opera", "element", "novelist", "film", "tower"]
-    for i in range(1, count + 1):
-        bits = rng.getrandbits(48)
-        word = [parts[bits >> s & 63] for s in (0, 6, 12, 18, 24, 30)]
-        name, value = "".join(word[:3]).capitalize(), "".join(word[3:]).capitalize()
-        noun, claim = nouns[bits >> 36 & 7], claims[bits >> 39 & 7].format(value)
-        yield {"id": f"synthetic-{i:07d}", "title": f"{name} {i} (synthetic {noun})",
-               "text": f"In this synthetic record, the {noun} {name} {i} {claim}."}
+@dataclass
+class MakeConfig:
+    out: str = HERE
+    """folder to write: corpus.jsonl, {train,dev,test}.jsonl and .qrels"""
+    seed: int = 0
+    """chooses templates, conversations and the split"""
+    train_turns: Annotated[int, at_least(0)] = 300
+    """turns to draw for training; dev and test stay the same whatever their number"""
+    dev_turns: Annotated[int, at_least(0)] = 50
+    """turns to draw for validation"""
+    test_turns: Annotated[int, at_least(0)] = 100
+    """turns for the final figures"""
 
 
-def demo_passages(entities: list[Entity], extra: int, seed: int) -> Iterator[dict]:
-    """The corpus: one passage a fact, then `extra` synthetic ones."""
-    for fact in (f for e in entities for f in e.facts.values()):
-        long = random.Random(f"{seed}/title/{fact.id}").random() < 0.5
-        title = f"{fact.entity.title}, {fact.form['name']}" if long else fact.entity.title
-        yield {"id": fact.id, "title": title, "text": fact.text}
-    yield from synthetic_passages(extra, seed)
+def main(cfg: MakeConfig) -> dict:
+    """Draw test, dev and train, and write them with the corpus of all facts.
+
+    No entity is asked about in two splits. A fact that a second passage states too has two golds,
+    and that passage may be the gold of another split's turn: dev gives up golds of test, train
+    those of both, a turn without gold is left out.
+    """
+    entities = read_tables(cfg.seed)
+    free, held, splits = entities, set(), {}
+    for name in ("test", "dev", "train"):  # test first: it never moves
+        turns, asked = draw_split(name, getattr(cfg, f"{name}_turns"), free, cfg.seed)
+        taken = {fact.entity for fact in asked}
+        free = [entity for entity in free if entity not in taken]
+        for turn in turns:
+            turn.gold_ids = [gold for gold in turn.gold_ids if gold not in held]
+        splits[name] = [turn for turn in turns if turn.gold_ids]
+        held |= {gold for turn in turns for gold in turn.gold_ids}
+
+    def passages() -> Iterator[dict]:
+        for fact in (fact for entity in entities for fact in entity.facts.values()):
+            title = fact.entity.title
+            if random.Random(f"{cfg.seed}/title/{fact.id}").random() < 0.5:
+                title = f"{title}, {fact.form['name']}"
+            yield {"id": fact.id, "title": title, "text": fact.text}
+
+    counts = {"passages": write_jsonl(os.path.join(cfg.out, "corpus.jsonl"), passages())}
+    for name, turns in splits.items():
+        path = os.path.join(cfg.out, name)
+        counts[f"{name}_turns"] = write_jsonl(f"{path}.jsonl", (turn.record() for turn in turns))
+        with atomic_write(f"{path}.qrels") as f:
+            f.writelines(
+                f"{turn.query_id} 0 {gold} 1\n" for turn in turns for gold in turn.gold_ids
+            )
+    return {"out": cfg.out, **counts}
+
+
+if __name__ == "__main__":
+    run(MakeConfig, main)

@@ -20,10 +20,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Iterator
 
-from data import DataError, Question, read_jsonl
+from data import DataError, Question, read_array, read_jsonl
 from reward import all_gold, ANSWER_METRICS, answer_metrics, gold_recall
 from runs import atomic_write
-from sources.files import read_array
 
 Scores = dict[str, dict[str, float]]  # question id → metric → value
 FORMS = '{"id", "prediction"}, a line of infer.py\'s trajectory.jsonl, or FlashRAG\'s {"id", "output": {"pred"}}'

@@ -1,7 +1,9 @@
-"""Figures of a training step, from its rollouts as they are written to disk, and the signs of a collapsed policy.
+"""Figures of a training step, from its rollouts as they are written to disk, and the signs of a
+collapsed policy.
 
-A row is one rollout: group, reward (None: it failed for a technical reason), advantage, well_formed, tokens, end; of a
-rewrite rank and rewrite; of an episode the figures of `episodes.episode.episode_figures`.
+A row is one rollout: group, reward (None: it failed for a technical reason), advantage,
+well_formed, tokens, end; of a rewrite rank and rewrite; of an episode the figures of
+`episodes.episode.episode_figures`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ def mean(values: Sequence[float | None]) -> float:
 
 
 def step_figures(rows: list[dict]) -> dict[str, float]:
-    """Reward, format, ranks or answers, lengths, flat groups and failures of a step's rollouts (all ranks)."""
+    """Reward, format, ranks or answers, lengths, flat groups and failures of a step's rollouts (all
+    ranks)."""
     scored = [r for r in rows if r["reward"] is not None]
     flat: dict[int, bool] = {}
     for r in scored:
@@ -52,15 +55,18 @@ ANSWER_KEYS = ("em", "f1", "gold_recall", "all_gold", "searches", "notes", "roun
 
 
 def answer_means(rows: Sequence[dict]) -> dict[str, float]:
-    """Means of episodes' figures; of the gold passages over those that are judged, NaN where none is."""
+    """Means of episodes' figures; of the gold passages over those that are judged, NaN where none
+    is."""
     return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS}
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Why the run should stop, by its last `window` steps against the best window before; None while all is well.
+    """Why the run should stop, by its last `window` steps against the best window before; None
+    while all is well.
 
-    Four signs: the format rate halves, the mean reward falls below a quarter of its best, entropy triples (babble),
-    KL per token passes 2 nats. Figures that are not finite are left out of a window's mean.
+    Four signs: the format rate halves, the mean reward falls below a quarter of its best, entropy
+    triples (babble), KL per token passes 2 nats. Figures that are not finite are left out of a
+    window's mean.
     """
     if len(history) < 2 * window:
         return None

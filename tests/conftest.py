@@ -18,6 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from official import cast21_source, cast_source, topiocqa_counts  # noqa: E402,F401  fixtures
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")

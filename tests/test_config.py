@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -416,7 +417,8 @@ def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
 
 
 ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report",
-                     "official", "conversations", "questions") if (ROOT / f"{n}.py").exists()]
+                     "sources.files", "sources.conversations", "sources.questions")
+         if (ROOT / f"{n.replace('.', '/')}.py").exists()]
 
 
 @pytest.mark.parametrize("name", ENTRY)
@@ -455,3 +457,28 @@ def test_numbers_at_the_edge_of_a_range_and_null_are_taken():
     assert (cfg.inner.lr, cfg.inner.steps, cfg.inner.share) == (1e-300, None, 1.0)
     with pytest.raises(ConfigError, match="share"):
         check_ranges(Outer(Ranged(share=2.0)))
+
+@dataclass
+class Output:
+    out: str = ""
+
+
+def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys):
+    """torchrun's status is 1 whatever a worker's was."""
+    class Collapsed(RuntimeError):
+        exit_status = 3
+
+    def ends_with(error):
+        def main(cfg):
+            if error:
+                raise error
+            return {}
+        with contextlib.suppress(SystemExit):
+            config.run(Output, main, [f"out={tmp_path}"], status_file="exit.json")
+        path = tmp_path / "exit.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    assert ends_with(Collapsed("the reward fell")) == {"status": 3, "reason": "error: the reward fell", "rank": "0"}
+    assert ends_with(SystemExit(143))["status"] == 143
+    assert ends_with(ConfigError("lr"))["status"] == 2
+    assert ends_with(None) is None  # a run that ends well leaves none, of an earlier one neither

@@ -5,6 +5,7 @@ The shared cases are embedded by their ids; dat-09's qrels and dat-23's queries 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -245,7 +246,7 @@ def test_gold_ids_are_texts_once_each(tmp_path):
     ({"query_id": None}, "query_id"), ({"query_id": "a b"}, "'a b'"), ({"query_id": ""}, "non-empty"), ({"question": " "}, "question.*empty"),
     ({"question": None}, "question"), ({"question": ["x"]}, "question"), ({"turn": "two"}, "'two'"), ({"turn": 2.5}, "2.5"),
     ({"turn": True}, "True"), ({"turn": None}, "None"), ({"context": "x"}, "context"), ({"context": [["q"]]}, "context"),
-    ({"context": [["q", "a", "x"]]}, "context"), ({"context": [["q", 1]]}, "context"), ({"context": {}}, "context"),
+    ({"context": [["q", "a", "x"]]}, "context"), ({"context": [["q", True]]}, "context"), ({"context": {}}, "context"),
     ({"context": ["qa"]}, "context"), ({"gold_ids": [["x"]]}, "gold_ids"), ({"gold_ids": {"x": 1}}, "gold_ids"),
     ({"gold_ids": [True]}, "gold_ids"), ({"gold_ids": [""]}, "gold id"), ({"gold_ids": ["a b"]}, "gold id"), ({"answer": ["x"]}, "answer"),
     ({"query_id": "first"}, "'first' occurs a second time")])
@@ -279,12 +280,43 @@ def test_questions(tmp_path):
 
 @pytest.mark.parametrize("change, said", [({"id": "1"}, "second time"), ({"id": None}, "'id'"), ({"question": ""}, "empty"),
                                           ({"golden_answers": []}, "golden_answers"), ({"golden_answers": None}, "golden_answers"),
-                                          ({"golden_answers": [1]}, "golden_answers"), ({"question": 3.5, "golden_answers": {}}, "golden")])
+                                          ({"golden_answers": [True]}, "golden_answers"), ({"question": 3.5, "golden_answers": {}}, "golden")])
 def test_bad_questions(tmp_path, change, said):
     good = {"id": "1", "question": "Who?", "golden_answers": ["A"]}
     path = put(tmp_path, [good, good | {"id": "2"} | change])
     with pytest.raises(data.DataError, match=re.escape(path) + f":2: .*{said}"):
         data.read_questions(path)
+
+
+def test_numbers_are_taken_as_their_text_by_every_reader(tmp_path):
+    row = turn(query_id=7, conversation_id=3, gold_ids=5, answer=1920, rewrite=1984, context=[["Which year?", 1912], [1, "a"]])
+    read = data.read_turns(put(tmp_path, [row]))[0]
+    assert (read.query_id, read.conversation_id, read.gold_ids) == ("7", "3", ["5"])
+    assert (read.answer, read.rewrite, read.context) == ("1920", "1984", [("Which year?", "1912"), ("1", "a")])
+    rows = [{"id": 1, "question": 42, "golden_answers": [1912, "x", 2.5]}, {"id": 2, "question": "q", "golden_answers": 0}]
+    assert [q.golden_answers for q in data.read_questions(put(tmp_path, rows))] == [["1912", "x", "2.5"], ["0"]]
+    assert next(data.read_corpus(put(tmp_path, [{"id": 9, "title": 1, "text": 2}]))) == data.Passage("9", "1", "2")
+
+
+def test_gzip_files_are_read_as_they_are(tmp_path):
+    plain = "\ufeffid\ttext\ttitle\r\na\tone\tA\r\nb\ttwo\tB\n"
+    packed = put(tmp_path, gzip.compress(plain.encode()), "corpus.tsv.gz")
+    assert list(data.read_corpus(packed)) == list(data.read_corpus(put(tmp_path, plain, "corpus.tsv"))) != []
+    renamed = put(tmp_path, gzip.compress((json.dumps(turn()) + "\n").encode()))  # told by its bytes, not its name
+    assert data.read_turns(renamed)[0].query_id == "c1_2"
+    places = [(number, byte) for number, byte, _ in data.located_lines(packed)]
+    assert [next(data.located_lines(packed, place))[2][:1] for place in places] == ["i", "a", "b"]
+    for broken in (gzip.compress(b"{}\n" * 9999)[:-9], gzip.compress(b"{}\n" * 9999)[:30] + b"\0" * 30):
+        with pytest.raises(data.DataError, match="after line .* cut off or broken"):
+            list(data.read_jsonl(put(tmp_path, broken)))
+
+
+@pytest.mark.parametrize("content, said", [
+    (b"PAR1\x15\x04", r"a parquet file; .*prepare.py parquet source=\S+file.jsonl out="),
+    (b"PK\x03\x04\x14", "a zip archive; unpack it"), (b"\x28\xb5\x2f\xfd\0", "packed by zstd; unpack it")])
+def test_other_packed_files_are_named_with_the_way_out(tmp_path, content, said):
+    with pytest.raises(data.DataError, match=said):
+        data.read_turns(put(tmp_path, content))
 
 
 # ------------------------------------------------------------------------------------------------------ whole or not at all
@@ -359,8 +391,8 @@ def test_atomic_folder_passes_over_the_remains_of_a_killed_process_of_the_same_n
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {root!r})
-    import data
-    with data.{call}({path!r}) as out:
+    import runs
+    with runs.{call}({path!r}) as out:
         f = out if hasattr(out, "write") else open(out + "/a.txt", "w")
         f.write("half " * 1000)
         f.flush()

@@ -590,3 +590,70 @@ def test_a_run_that_cannot_learn_says_so(capsys):
     run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
     training.guard(run)
     assert not capsys.readouterr().out
+
+
+def loaded(world, out, where, *more):
+    return grpo.start(config.load_config(grpo.GRPOConfig, [*settings(out), *more]), where)
+
+
+def test_best_is_what_its_folder_says(world, finished, where, monkeypatch):
+    """A kill between an export and the next checkpoint: the folder holds a step that is taken again."""
+    shutil.copytree(world / "whole", world / "lost")
+    monkeypatch.chdir(world)
+    run = loaded(world, "lost", where, "steps=9")
+    run.best = {"value": 0.9, "step": 7}
+    training.export_run(run, "best")
+    again = loaded(world, "lost", where, "steps=9")
+    training.resume(again)
+    assert again.best == {"value": 0.9, "step": 7}
+    shutil.rmtree(world / "lost/best")
+    training.resume(again)
+    start = metrics(world, "lost")[0]["dev_mrr"]
+    assert again.best == {"value": start, "step": 0}  # the start has no folder: its figure is in the log
+
+
+class Away(RuntimeError):
+    exit_status = 1
+
+
+def test_a_step_is_checkpointed_before_it_is_validated(world, where, monkeypatch):
+    """A search server that is away, or a full disk while best/ is written, loses no step."""
+    monkeypatch.chdir(world)
+    validate = grpo.validate
+
+    def away(run, step):
+        if step:
+            raise Away("the search server is away")
+        return validate(run, step)
+
+    cfg = config.load_config(grpo.GRPOConfig, [*settings("away"), "save_every=2"])
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "validate", away)
+        patch.setattr(distributed, "cleanup", lambda: None)
+        with pytest.raises(Away):
+            grpo.main(cfg)
+        assert [row["step"] for row in metrics(world, "away")] == [0, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "cleanup", lambda: None)
+        assert grpo.main(cfg)["steps"] == 4
+    rows = metrics(world, "away")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "dev_mrr" in rows[2]
+
+
+def test_without_validation_the_last_policy_is_offered(world, where, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(distributed, "cleanup", lambda: None)
+    result = grpo.main(config.load_config(grpo.GRPOConfig, [*settings("nodev"), "dev=", "steps=1"]))
+    assert result["best"] == result["final"] == os.path.join("nodev", "final")
+    assert "nodev holds no checkpoint: the run begins at step 0" in capsys.readouterr().out
+
+
+def test_missing_rows_of_the_log_are_told(world, finished, where, monkeypatch, capsys):
+    shutil.copytree(world / "whole", world / "unlogged")
+    (world / "unlogged/metrics.jsonl").unlink()
+    monkeypatch.chdir(world)
+    training.resume(loaded(world, "unlogged", where, "steps=9"))
+    assert "lacks 3 of 4 steps" in capsys.readouterr().out
+    (world / "unlogged/metrics.jsonl").write_text('{"reward": 1.0}\n')
+    with pytest.raises(data.DataError, match="metrics.jsonl:1: the row has no step"):
+        training.resume(loaded(world, "unlogged", where, "steps=9"))

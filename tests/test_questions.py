@@ -1,4 +1,4 @@
-"""questions.py: fixtures of ours in the official forms, with the parts that break readers; slow loops as oracles.
+"""sources/questions.py: fixtures in the official forms, with slow loops as oracles.
 
 Each test names the trap it guards against.  Run: python -m pytest tests/test_questions.py
 """
@@ -14,25 +14,18 @@ import sys
 import tracemalloc
 
 import pytest
-from sources import questions
+from official import make, put
+
 import evaluate
 import retriever
+from config import ConfigError
 from data import DataError, read_corpus, read_questions
 from evaluate import EvaluateConfig
 from retriever import RetrieverConfig
 from scoring.ranking import read_qrels
-from sources.files import squeeze
-from sources.questions import (BamboogleConfig, ChunkConfig, FlashragConfig, HotpotqaConfig,
-                               MultihopragConfig, MusiqueConfig, TwowikiConfig, Wiki18Config)
-from tiny import tiny_tokenizer
+from sources import questions
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def put(path, content):
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as f:
-        f.write(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
 
 
 def jsonl(rows, ascii=False):
@@ -46,97 +39,193 @@ def texts(out):
 def golds(out, split):
     """Question id → gold (title, text) in the order of the qrels."""
     corpus = texts(out)
-    return {q: [corpus[p] for p in gains] for q, gains in read_qrels(f"{out}/{split}.qrels").items()}
+    return {
+        q: [corpus[p] for p in gains] for q, gains in read_qrels(f"{out}/{split}.qrels").items()
+    }
 
 
 def by_id(out, split):
     return {q.id: q for q in read_questions(f"{out}/{split}.jsonl")}
 
 
-# -------------------------------------------------------------------------------------------------------------- musique
+# ------------------------------------------------------------------------------------------ musique
+
 
 def musique_row(key, paragraphs, hops, **changes):
     """paragraphs: (title, text, supporting); hops: positions of their supporting paragraphs."""
-    return {"id": key, "paragraphs": [{"idx": i, "title": t, "paragraph_text": x, "is_supporting": s}
-                                      for i, (t, x, s) in enumerate(paragraphs)],
-            "question": f"What of {key}? ", "question_decomposition": [
-                {"id": 100 + n, "question": f"#{n} >> spouse", "answer": "x", "paragraph_support_idx": p}
-                for n, p in enumerate(hops)],
-            "answer": "Miquette Giraudy", "answer_aliases": ["M. Giraudy", "Miquette Giraudy", " "],
-            "answerable": True} | changes
+    return {
+        "id": key,
+        "paragraphs": [
+            {"idx": i, "title": t, "paragraph_text": x, "is_supporting": s}
+            for i, (t, x, s) in enumerate(paragraphs)
+        ],
+        "question": f"What of {key}? ",
+        "question_decomposition": [
+            {
+                "id": 100 + n,
+                "question": f"#{n} >> spouse",
+                "answer": "x",
+                "paragraph_support_idx": p,
+            }
+            for n, p in enumerate(hops)
+        ],
+        "answer": "Miquette Giraudy",
+        "answer_aliases": ["M. Giraudy", "Miquette Giraudy", " "],
+        "answerable": True,
+    } | changes
 
 
 GREEN = ("Green (album)", "Green is the  fourth album, by Steve\u2028Hillage. “1977”", True)
-GREEN_AGAIN = ("Green (album)", "Green is the fourth album by Steve Hillage — 1977.", False)  # but for spacing, signs
+GREEN_AGAIN = (
+    "Green (album)",
+    "Green is the fourth album by Steve Hillage — 1977.",
+    False,
+)  # but for spacing, signs
 MIQUETTE = ("Miquette &amp; Co", "Miquette Giraudy (born 1953,\u00a0Nice) plays.\n", True)
 NOISE = ("東京", "東京は日本の首都。 \ud83d half an emoji", False)
-HINDI = [("हिन्दी", "कि", False), ("हिन्दी", "की", False)]  # vowel signs are no punctuation: two passages
+HINDI = [
+    ("हिन्दी", "कि", False),
+    ("हिन्दी", "की", False),
+]  # vowel signs are no punctuation: two passages
 MUSIQUE_ROWS = {
-    "train": [musique_row("2hop__1_2", [NOISE, MIQUETTE, GREEN, *HINDI], [2, 1]),
-              musique_row("3hop1__1_2_3", [
-                  GREEN_AGAIN, ("Other", "Green is the fourth album, by Steve Hillage. 1977", True),
-                  ("Third", "", True)], [1, 2], answer=7),
-              musique_row("2hop__9_9", [NOISE], [], answerable=False)],
-    "dev": [musique_row("2hop__5_6", [MIQUETTE, GREEN_AGAIN, ("Dup", "same", True), ("Dup", "same", True)], [2, 3]),
-            musique_row("2hop__7_8", [("Green (album)", GREEN[1], True), NOISE], [0], answer="", answer_aliases=[])]}
+    "train": [
+        musique_row("2hop__1_2", [NOISE, MIQUETTE, GREEN, *HINDI], [2, 1]),
+        musique_row(
+            "3hop1__1_2_3",
+            [
+                GREEN_AGAIN,
+                ("Other", "Green is the fourth album, by Steve Hillage. 1977", True),
+                ("Third", "", True),
+            ],
+            [1, 2],
+            answer=7,
+        ),
+        musique_row("2hop__9_9", [NOISE], [], answerable=False),
+    ],
+    "dev": [
+        musique_row(
+            "2hop__5_6",
+            [MIQUETTE, GREEN_AGAIN, ("Dup", "same", True), ("Dup", "same", True)],
+            [2, 3],
+        ),
+        musique_row(
+            "2hop__7_8",
+            [("Green (album)", GREEN[1], True), NOISE],
+            [0],
+            answer="",
+            answer_aliases=[],
+        ),
+    ],
+}
 
 
 def musique_files(source, rows=MUSIQUE_ROWS):
     for split, found in rows.items():
-        put(f"{source}/data/musique_ans_v1.0_{split}.jsonl", b"\xef\xbb\xbf" + jsonl(found, True).replace(
-            "\n", "\r\n").encode())
+        put(
+            f"{source}/data/musique_ans_v1.0_{split}.jsonl",
+            b"\xef\xbb\xbf" + jsonl(found, True).replace("\n", "\r\n").encode(),
+        )
 
 
 def test_musique(tmp_path):
     musique_files(tmp_path / "in")
-    result = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False))
+    result = make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False)
     out = tmp_path / "out"
     assert golds(out, "train") == {  # hop by hop, not in the order of the paragraphs
-        "2hop__1_2": [("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"),
-                      ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays.")],
-        "3hop1__1_2_3": [("Other", "Green is the fourth album, by Steve Hillage. 1977"), ("Third", "")]}
-    assert golds(out, "test") == {"2hop__5_6": [("Dup", "same"), ("Miquette & Co",
-                                                                  "Miquette Giraudy (born 1953, Nice) plays.")]}
+        "2hop__1_2": [
+            ("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"),
+            ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays."),
+        ],
+        "3hop1__1_2_3": [
+            ("Other", "Green is the fourth album, by Steve Hillage. 1977"),
+            ("Third", ""),
+        ],
+    }
+    assert golds(out, "test") == {
+        "2hop__5_6": [
+            ("Dup", "same"),
+            ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays."),
+        ]
+    }
     train = by_id(out, "train")
-    assert train["2hop__1_2"].golden_answers == ["Miquette Giraudy", "M. Giraudy"]  # once each, none blank
-    assert train["3hop1__1_2_3"].golden_answers[0] == "7" and train["3hop1__1_2_3"].metadata["type"] == "3hop1"
+    assert train["2hop__1_2"].golden_answers == [
+        "Miquette Giraudy",
+        "M. Giraudy",
+    ]  # once each, none blank
+    assert (
+        train["3hop1__1_2_3"].golden_answers[0] == "7"
+        and train["3hop1__1_2_3"].metadata["type"] == "3hop1"
+    )
     assert train["2hop__1_2"].question == "What of 2hop__1_2?"
     assert train["2hop__1_2"].metadata["question_decomposition"][1] == {
-        "id": 101, "question": "#1 >> spouse", "answer": "x"}
+        "id": 101,
+        "question": "#1 >> spouse",
+        "answer": "x",
+    }
     passages = sorted(texts(out).values())
-    assert passages == sorted([
-        ("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"), ("Dup", "same"), ("Third", ""),
-        ("Other", "Green is the fourth album, by Steve Hillage. 1977"), ("हिन्दी", "कि"), ("हिन्दी", "की"),
-        ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays."), ("東京", "東京は日本の首都。 \ufffd half an emoji")])
-    assert (result["unanswerable"], result["without_question_or_answer"], result["passages"]) == (1, 1, 8)
+    assert passages == sorted(
+        [
+            ("Green (album)", "Green is the fourth album, by Steve Hillage. “1977”"),
+            ("Dup", "same"),
+            ("Third", ""),
+            ("Other", "Green is the fourth album, by Steve Hillage. 1977"),
+            ("हिन्दी", "कि"),
+            ("हिन्दी", "की"),
+            ("Miquette & Co", "Miquette Giraudy (born 1953, Nice) plays."),
+            ("東京", "東京は日本の首都。 \ufffd half an emoji"),
+        ]
+    )
+    assert (result["unanswerable"], result["without_question_or_answer"], result["passages"]) == (
+        1,
+        1,
+        8,
+    )
     assert (result["train_questions"], result["train_judged"], result["test_judged"]) == (2, 2, 1)
     assert result["differs_from_published"]["train questions"] == {"found": 2, "published": 19_938}
 
 
 def test_counts_are_checked(tmp_path):
     musique_files(tmp_path / "in")
-    with pytest.raises(DataError, match=r"train questions: 2 found but 19,938 published.*strict=false"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out")))
+    with pytest.raises(
+        DataError, match=r"train questions: 2 found but 19,938 published.*strict=false"
+    ):
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()  # whole or not at all
 
 
 def test_missing_files_are_named_with_their_address(tmp_path):
-    with pytest.raises(DataError, match=r"musique_ans_v1.0_train.jsonl  from  https://drive.google.com/.*unpacked"):
-        questions.musique(MusiqueConfig(str(tmp_path), str(tmp_path / "out"), download=True))
-    with pytest.raises(DataError, match=r"hotpot_train_v1.1.json  from  http://curtis.ml.cmu.edu/datasets/hotpot/"):
-        questions.hotpotqa(HotpotqaConfig(str(tmp_path), str(tmp_path / "out")))
+    with pytest.raises(
+        DataError, match=r"musique_ans_v1.0_train.jsonl  from  https://drive.google.com/.*unpacked"
+    ):
+        make("musique", str(tmp_path), str(tmp_path / "out"), download=True)
+    with pytest.raises(
+        DataError, match=r"hotpot_train_v1.1.json  from  http://curtis.ml.cmu.edu/datasets/hotpot/"
+    ):
+        make("hotpotqa", str(tmp_path), str(tmp_path / "out"))
 
 
 def test_ids_say_nothing_about_order_and_stay_the_same(tmp_path):
-    """The same paragraphs in any order of rows give the same ids; those do not follow the order of the file."""
+    """The same paragraphs in any order of rows give the same ids; those do not follow the order of
+    the file.
+    """
     g = random.Random(1)
     paragraphs = [(f"T{i}", f"text number {i}", i % 7 == 0) for i in range(70)]
     ids = []
     for n in range(2):
         g.shuffle(paragraphs)
-        rows = {"dev": [musique_row(f"2hop__{n}_{i}", paragraphs[i:i + 10], []) for i in range(0, 70, 10)]}
+        rows = {
+            "dev": [
+                musique_row(f"2hop__{n}_{i}", paragraphs[i : i + 10], []) for i in range(0, 70, 10)
+            ]
+        }
         musique_files(tmp_path / f"in{n}", rows)
-        questions.musique(MusiqueConfig(str(tmp_path / f"in{n}"), str(tmp_path / f"out{n}"), strict=False, train=False))
+        make(
+            "musique",
+            str(tmp_path / f"in{n}"),
+            str(tmp_path / f"out{n}"),
+            strict=False,
+            train=False,
+        )
         ids.append({text: key for key, text in texts(tmp_path / f"out{n}").items()})
     assert ids[0] == ids[1] and sorted(ids[0].values()) == [f"musique-p{i:05d}" for i in range(70)]
     order = [int(ids[0][f"T{i}", f"text number {i}"][-5:]) for i in range(70)]
@@ -145,37 +234,62 @@ def test_ids_say_nothing_about_order_and_stay_the_same(tmp_path):
 
 
 def test_train_questions_put_aside_for_validation(tmp_path):
-    rows = {"train": [musique_row(f"2hop__{i}_0", [GREEN], [0]) for i in range(60)],
-            "dev": [musique_row("2hop__d_d", [GREEN], [0])]}
+    rows = {
+        "train": [musique_row(f"2hop__{i}_0", [GREEN], [0]) for i in range(60)],
+        "dev": [musique_row("2hop__d_d", [GREEN], [0])],
+    }
     musique_files(tmp_path / "in", rows)
-    result = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30))
+    result = make(
+        "musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30
+    )
     train, dev, test = (set(by_id(tmp_path / "out", split)) for split in ("train", "dev", "test"))
-    assert not train & dev and len(train | dev) == 60 and 8 < len(dev) < 30 and test == {"2hop__d_d"}
-    assert result["dev_questions"] == len(dev) and result["dev_judged"] == len(golds(tmp_path / "out", "dev"))
-    again = questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30))
+    assert (
+        not train & dev and len(train | dev) == 60 and 8 < len(dev) < 30 and test == {"2hop__d_d"}
+    )
+    assert result["dev_questions"] == len(dev) and result["dev_judged"] == len(
+        golds(tmp_path / "out", "dev")
+    )
+    again = make(
+        "musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, dev_percent=30
+    )
     assert again["already_there"]
-    with pytest.raises(DataError, match="dev_percent=100"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "o"), dev_percent=100))
+    with pytest.raises(ConfigError, match="dev_percent=100"):
+        make("musique", str(tmp_path / "in"), str(tmp_path / "o"), dev_percent=100)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"id": "2hop 1"}, "'2hop 1' is empty or holds a blank"),
-    ({"paragraphs": None}, "'paragraphs' is 'None'; the published format has a list"),
-    ({"answer": ["x"]}, "'answer' is"),
-    ({"answer_aliases": [["x"]]}, "the answers are"),
-    ({"paragraphs": [{"idx": 0, "title": "t", "paragraph_text": "x", "is_supporting": 1}]}, "'is_supporting' is '1'"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"id": "2hop 1"}, "'2hop 1' is empty or holds a blank"),
+        ({"paragraphs": None}, "'paragraphs' is 'None'; the published format has a list"),
+        ({"answer": ["x"]}, "'answer' is"),
+        ({"answer_aliases": [["x"]]}, "'answer_aliases' is"),
+        (
+            {"paragraphs": [{"idx": 0, "title": "t", "paragraph_text": "x", "is_supporting": 1}]},
+            "'is_supporting' is '1'",
+        ),
+    ],
+)
 def test_a_wrong_row_is_named(tmp_path, change, message):
-    musique_files(tmp_path / "in", {"dev": [musique_row("2hop__0_0", [GREEN], [0]),
-                                            musique_row("2hop__1_1", [GREEN], [0]) | change]})
-    with pytest.raises(DataError, match=f"dev.jsonl:2: .*{re.escape(message)}|dev.jsonl:2: {re.escape(message)}"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False))
+    musique_files(
+        tmp_path / "in",
+        {
+            "dev": [
+                musique_row("2hop__0_0", [GREEN], [0]),
+                musique_row("2hop__1_1", [GREEN], [0]) | change,
+            ]
+        },
+    )
+    with pytest.raises(
+        DataError, match=f"dev.jsonl:2: .*{re.escape(message)}|dev.jsonl:2: {re.escape(message)}"
+    ):
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False)
 
 
 def test_a_question_id_twice_is_an_error(tmp_path):
     musique_files(tmp_path / "in", {"dev": [musique_row("2hop__0_0", [GREEN], [0])] * 2})
     with pytest.raises(DataError, match="'2hop__0_0' occurs a second time"):
-        questions.musique(MusiqueConfig(str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False))
+        make("musique", str(tmp_path / "in"), str(tmp_path / "out"), strict=False, train=False)
 
 
 def test_pool_equals_a_slow_one(tmp_path):
@@ -183,9 +297,29 @@ def test_pool_equals_a_slow_one(tmp_path):
     g = random.Random(4)
 
     def letters(text):  # keeps letters, digits, marks and symbols
-        return [c for c in html.unescape(text) if not c.isspace() and c not in ".,–-“”\"'()!&\u200b"]
+        return [
+            c for c in html.unescape(text) if not c.isspace() and c not in ".,–-“”\"'()!&\u200b"
+        ]
 
-    pieces = ["a", "A", "b", " ", "  ", ".", ",", "–", "“b”", "é", "$", "5", "\u200b", "&amp;", "&", "(", "'"]
+    pieces = [
+        "a",
+        "A",
+        "b",
+        " ",
+        "  ",
+        ".",
+        ",",
+        "–",
+        "“b”",
+        "é",
+        "$",
+        "5",
+        "\u200b",
+        "&amp;",
+        "&",
+        "(",
+        "'",
+    ]
     with open(tmp_path / "spool", "w+b") as f:
         pool, kept = questions.Pool(f), []
         for _ in range(1500):
@@ -199,336 +333,231 @@ def test_pool_equals_a_slow_one(tmp_path):
         ids = pool.ids("x")
         passages = list(pool.passages(ids))
     assert len(kept) == len(ids) == len(passages)
-    assert {(p["title"], p["text"]) for p in passages} == {(t, questions.clean(x)) for t, x, _ in kept}
+    assert {(p["title"], p["text"]) for p in passages} == {
+        (t, questions.clean(x)) for t, x, _ in kept
+    }
     assert [p["id"] for p in passages] == [f"x-p{i:05d}" for i in range(len(kept))]
-    assert {ids[key]: questions.clean(x) for _, x, key in kept} == {p["id"]: p["text"] for p in passages}
+    assert {ids[key]: questions.clean(x) for _, x, key in kept} == {
+        p["id"]: p["text"] for p in passages
+    }
 
 
-# ------------------------------------------------------------------------------------------------------ hotpotqa, 2wiki
+# ---------------------------------------------------------------------------------- hotpotqa, 2wiki
+
 
 def hotpot_row(key, context, facts, **changes):
-    return {"_id": key, "question": f"{key}?", "answer": "yes", "supporting_facts": facts, "context": context,
-            "type": "bridge", "level": "hard"} | changes
+    return {
+        "_id": key,
+        "question": f"{key}?",
+        "answer": "yes",
+        "supporting_facts": facts,
+        "context": context,
+        "type": "bridge",
+        "level": "hard",
+    } | changes
 
 
 ED = ["Ed Wood &amp; film", ["Ed Wood is a 1994 film.", " It stars Johnny Depp.", ""]]
 SCOTT = ["Scott Derrickson", ["Scott  Derrickson is a director."]]
-HOTPOT_ROWS = [hotpot_row("a1", [ED, SCOTT, ["Noise", []]], [["Scott Derrickson", 0], [ED[0], 0], [ED[0], 1]]),
-               hotpot_row("a2", [ED, ["Other", ["x"]]], [["Gone", 0], [ED[0], 0]]),  # a gold is not in the context
-               hotpot_row("a3", [SCOTT, SCOTT], [["Scott Derrickson", 5]])]  # a sentence number that is not there
+HOTPOT_ROWS = [
+    hotpot_row("a1", [ED, SCOTT, ["Noise", []]], [["Scott Derrickson", 0], [ED[0], 0], [ED[0], 1]]),
+    hotpot_row(
+        "a2", [ED, ["Other", ["x"]]], [["Gone", 0], [ED[0], 0]]
+    ),  # a gold is not in the context
+    hotpot_row("a3", [SCOTT, SCOTT], [["Scott Derrickson", 5]]),
+]  # a sentence number that is not there
 
 
 def test_hotpotqa(tmp_path):
     put(f"{tmp_path}/in/hotpot_dev_distractor_v1.json", json.dumps(HOTPOT_ROWS))
-    result = questions.hotpotqa(HotpotqaConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+    result = make("hotpotqa", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
     assert golds(tmp_path / "out", "test") == {
-        "a1": [("Scott Derrickson", "Scott Derrickson is a director."),
-               ("Ed Wood & film", "Ed Wood is a 1994 film. It stars Johnny Depp.")],
-        "a3": [("Scott Derrickson", "Scott Derrickson is a director.")]}
-    assert result["questions_without_all_gold"] == 1 and result["test_questions"] == 3 and result["test_judged"] == 2
+        "a1": [
+            ("Scott Derrickson", "Scott Derrickson is a director."),
+            ("Ed Wood & film", "Ed Wood is a 1994 film. It stars Johnny Depp."),
+        ],
+        "a3": [("Scott Derrickson", "Scott Derrickson is a director.")],
+    }
+    assert (
+        result["questions_without_all_gold"] == 1
+        and result["test_questions"] == 3
+        and result["test_judged"] == 2
+    )
     assert by_id(tmp_path / "out", "test")["a2"].metadata == {
-        "type": "bridge", "level": "hard", "supporting_facts": [["Gone", 0], [ED[0], 0]]}
+        "type": "bridge",
+        "level": "hard",
+        "supporting_facts": [["Gone", 0], [ED[0], 0]],
+    }
     assert not (tmp_path / "out/train.jsonl").exists()
 
 
-@pytest.mark.parametrize("row, message", [
-    (hotpot_row("a", [["T", "text"]], []), r"object 1: a paragraph is \['T', 'text'\]"),
-    (hotpot_row("a", [ED], ["T"]), "object 1: supporting_facts is"),
-    ({"_id": "a", "question": "test sets have no answer", "context": [], "supporting_facts": []}, "object 1: 'answer'"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (hotpot_row("a", [["T", "text"]], []), r"object 1: a paragraph is \['T', 'text'\]"),
+        (hotpot_row("a", [ED], ["T"]), "object 1: supporting_facts is"),
+        (
+            {
+                "_id": "a",
+                "question": "test sets have no answer",
+                "context": [],
+                "supporting_facts": [],
+            },
+            "object 1: 'answer'",
+        ),
+    ],
+)
 def test_wrong_hotpot_rows_are_named(tmp_path, row, message):
     put(f"{tmp_path}/in/hotpot_dev_distractor_v1.json", json.dumps([row]))
     with pytest.raises(DataError, match=message):
-        questions.hotpotqa(HotpotqaConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+        make("hotpotqa", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
 
 
 def test_2wiki_takes_aliases_and_demonyms_of_the_answers_entity(tmp_path):
-    rows = [hotpot_row("w1", [["A", ["First", "sentence .", "Second"]], ["B", ["b"]]], [["A", 0], ["B", 0]],
-                       answer="The Mask", answer_id="Q1", evidences=[["s", "r", "o"]], type="compositional"),
-            hotpot_row("w2", [["B", ["b"]]], [["B", 0]], answer="no", answer_id=None),
-            hotpot_row("w3", [["B", ["b"]]], [["B", 0]], answer="x")]  # the first release has no answer_id
+    rows = [
+        hotpot_row(
+            "w1",
+            [["A", ["First", "sentence .", "Second"]], ["B", ["b"]]],
+            [["A", 0], ["B", 0]],
+            answer="The Mask",
+            answer_id="Q1",
+            evidences=[["s", "r", "o"]],
+            type="compositional",
+        ),
+        hotpot_row("w2", [["B", ["b"]]], [["B", 0]], answer="no", answer_id=None),
+        hotpot_row("w3", [["B", ["b"]]], [["B", 0]], answer="x"),
+    ]  # the first release has no answer_id
     put(f"{tmp_path}/in/data_ids/dev.json", json.dumps(rows))
-    put(f"{tmp_path}/in/id_aliases.json", jsonl([
-        {"Q_id": "Q1", "aliases": [f"alias {i}" for i in range(190)] + ["The Mask"], "demonyms": ["Maskian"]},
-        {"Q_id": "Q2", "aliases": [], "demonyms": []}]))
-    questions.twowiki(TwowikiConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False))
+    put(
+        f"{tmp_path}/in/id_aliases.json",
+        jsonl(
+            [
+                {
+                    "Q_id": "Q1",
+                    "aliases": [f"alias {i}" for i in range(190)] + ["The Mask"],
+                    "demonyms": ["Maskian"],
+                },
+                {"Q_id": "Q2", "aliases": [], "demonyms": []},
+            ]
+        ),
+    )
+    make("2wiki", f"{tmp_path}/in", f"{tmp_path}/out", strict=False, train=False)
     found = by_id(tmp_path / "out", "test")
-    assert found["w1"].golden_answers == ["The Mask"] + [f"alias {i}" for i in range(190)] + ["Maskian"]
+    assert found["w1"].golden_answers == ["The Mask"] + [f"alias {i}" for i in range(190)] + [
+        "Maskian"
+    ]
     assert found["w2"].golden_answers == ["no"] and found["w3"].golden_answers == ["x"]
     assert golds(tmp_path / "out", "test")["w1"] == [("A", "First sentence . Second"), ("B", "b")]
     assert found["w1"].metadata["evidences"] == [["s", "r", "o"]]
 
 
-# ------------------------------------------------------------------------------------------------------------ bamboogle
+# ---------------------------------------------------------------------------------------- bamboogle
 
-SHEET = ('\ufeffQuestion,,,,Answer,Answer 2\r\nWho was it?,,,,james madison,\r\n'
-         '"In 2016, who was the ""host""?",,,,"April 30, 1789",\r\n'
-         'Who is the mother?,,,,Mildred Warner,Mildred Gale\r\n'
-         'Who is before?,,,,"George VI\n",\r\n,,,,,\r\nHow much protein?,,,,10.8,\r\n')
+SHEET = (
+    "\ufeffQuestion,,,,Answer,Answer 2\r\nWho was it?,,,,james madison,\r\n"
+    '"In 2016, who was the ""host""?",,,,"April 30, 1789",\r\n'
+    "Who is the mother?,,,,Mildred Warner,Mildred Gale\r\n"
+    'Who is before?,,,,"George VI\n",\r\n,,,,,\r\nHow much protein?,,,,10.8,\r\n'
+)
 
 
 def test_bamboogle(tmp_path):
     put(f"{tmp_path}/in/Bamboogle Prerelease - Sheet1.csv", SHEET)
-    result = questions.bamboogle(BamboogleConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
-    assert [(q.id, q.question, q.golden_answers) for q in read_questions(f"{tmp_path}/out/test.jsonl")] == [
+    result = make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
+    assert [
+        (q.id, q.question, q.golden_answers) for q in read_questions(f"{tmp_path}/out/test.jsonl")
+    ] == [
         ("bamboogle-test_0", "Who was it?", ["james madison"]),
         ("bamboogle-test_1", 'In 2016, who was the "host"?', ["April 30, 1789"]),
         ("bamboogle-test_2", "Who is the mother?", ["Mildred Warner", "Mildred Gale"]),
-        ("bamboogle-test_3", "Who is before?", ["George VI"]), ("bamboogle-test_4", "How much protein?", ["10.8"])]
+        ("bamboogle-test_3", "Who is before?", ["George VI"]),
+        ("bamboogle-test_4", "How much protein?", ["10.8"]),
+    ]
     assert result["differs_from_published"]["questions"] == {"found": 5, "published": 125}
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.yaml", "made.json", "test.jsonl"]  # no corpus, no qrels
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.yaml",
+        "made.json",
+        "test.jsonl",
+    ]  # no corpus, no qrels
 
 
-@pytest.mark.parametrize("content, message", [
-    ("a,b\n1,2\n", "columns Question and Answer"), ("", "columns Question and Answer"),
-    ("Question,Answer\nq\n", "csv:2: 1 columns where the first line has 2"),
-    ("Question,Answer\nq,\n", "csv:2: question is 'q', answers are"),
-    (b"Question,Answer\nCaf\xe9?,x\n", "bamboogle.csv:2: not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("a,b\n1,2\n", "columns Question and Answer"),
+        ("", "columns Question and Answer"),
+        ("Question,Answer\nq\n", "csv:2: 1 columns where the first line has 2"),
+        ("Question,Answer\nq,\n", "csv:2: question is 'q', answers are"),
+        (b"Question,Answer\nCaf\xe9?,x\n", "bamboogle.csv:2: not UTF-8"),
+    ],
+)
 def test_a_wrong_sheet_is_named(tmp_path, content, message):
     put(f"{tmp_path}/in/bamboogle.csv", content)
     with pytest.raises(DataError, match=message):
-        questions.bamboogle(BamboogleConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+        make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
 
 
-# -------------------------------------------------------------------------------------------------------------- cutting
+# ------------------------------------------------------------------------------------------- wiki18
 
-def slow_spans(text, starts, size, overlap):
-    """Every window's best cut by looking at each place in turn; breaks told by regular expressions on both sides."""
-    bounds = starts[:] if starts else [0]
-    bounds[0] = 0
-    bounds.append(len(text))
-
-    def strength(at):
-        left, right = text[:at], text[at:]
-        gap = re.search(r"\s*\Z", left)[0] + re.match(r"\s*", right)[0]
-        before = left.rstrip()
-        told = re.sub(r"[\"'”’)\]»]+\Z", "", before) or before[:1]
-        if "\n" in gap:
-            return 4
-        if re.search(r"[。！？]\Z", told) or gap and re.search(r"[.!?…]\Z", told):
-            return 3
-        return 2 if gap and re.search(r"[,;:—–]\Z", told) else 1 if gap else 0
-
-    spans, first = [], 0
-    while len(bounds) - 1 - first > size:
-        best = None
-        for k in range(first + size // 2 + 1, first + size + 1):
-            if best is None or strength(bounds[k]) >= strength(bounds[best]):
-                best = k
-        spans.append((bounds[first], bounds[best]))
-        first = best - overlap
-    return [*spans, (bounds[first], bounds[-1])]
+WIKI = [
+    '{"id": "0", "contents": "\\"Evan Morris\\"\\nEvan Morris was \\"a\\" lobbyist.\\nNew line"}',
+    '{"id": 1, "contents": "\\"\\"\\"Heroes\\"\\" (album)\\"\\n\\"Heroes\\" is a song"}',
+    '{"id": "2", "contents": "\\"\\"\\nno title"}',
+    "",
+    '{"id": "3", "contents": "no quotes\\ntext\\u2028more \\ud83d"}',
+    '{"id": "7", "contents": "one line alone"}',
+    '{"id": "9", "title": "\\"Kept apart\\"", "text": " body "}',
+]
+WIKI_PASSAGES = [
+    ("0", "Evan Morris", 'Evan Morris was "a" lobbyist.\nNew line'),
+    ("1", '""Heroes"" (album)', '"Heroes" is a song'),
+    ("2", "", "no title"),
+    ("3", "no quotes", "text\u2028more \ufffd"),
+    ("7", "", "one line alone"),
+    ("9", "Kept apart", "body"),
+]
 
 
-def random_text(g):
-    words = ["word", "Ünïcode", "e.g.", "end.", "end!” ", "pause,", "x" * 30, "東京都。", "\n", "\n\n", " ", "\u2028",
-             "3.5", "(a)"]
-    return "".join(g.choice(words) + g.choice([" ", "", " "]) for _ in range(g.randrange(120)))
-
-
-def test_chunks_equal_slow_ones_and_keep_their_promises():
-    g = random.Random(8)
-    bytewise = tiny_tokenizer()
-    for n in range(250):
-        text, size = random_text(g), g.randrange(2, 40)
-        overlap = g.randrange(size // 2 + 1)
-        starts = questions.token_starts(text, bytewise if n % 3 == 0 else None)
-        spans = questions.chunk_spans(text, starts, size, overlap)
-        assert spans == slow_spans(text, starts, size, overlap), (text, size, overlap)
-        begin = {b: k for k, b in reversed(list(enumerate([0, *starts[1:]])))} | {len(text): max(1, len(starts))}
-        for i, (start, end) in enumerate(spans):
-            assert len([s for s in [0, *starts[1:]] if start <= s < end]) <= size or n % 3 == 0
-            if i:  # exactly `overlap` tokens back; byte tokens of one character begin at the same place
-                assert n % 3 == 0 or begin[spans[i - 1][1]] - begin[start] == overlap
-        if not overlap:
-            assert "".join(text[a:b] for a, b in spans) == text  # in order, nothing lost, nothing twice
-        assert spans[0][0] == 0 and spans[-1][1] == len(text)
-
-
-def test_cuts_prefer_lines_then_sentences_then_pauses():
-    text = "one two three. four five, six seven\neight nine ten. eleven twelve thirteen, fourteen fifteen sixteen"
-
-    def cut(size):
-        return [text[a:b] for a, b in questions.chunk_spans(text, questions.token_starts(text), size)]
-
-    assert cut(12) == ["one two three. four five, six seven\n", text.partition("\n")[2]]
-    assert cut(10)[1:] == ["eight nine ten. eleven twelve thirteen, ", "fourteen fifteen sixteen"]
-    assert cut(6)[:2] == ["one two three. ", "four five, six seven\n"]
-    assert cut(100) == [text]
-
-
-@pytest.mark.parametrize("size, overlap", [(1, 0), (10, 6), (10, -1)])
-def test_sizes_that_cannot_be(size, overlap):
-    with pytest.raises(DataError, match=f"chunk_size={size} and overlap={overlap}"):
-        questions.chunk_spans("text", [0], size, overlap)
-
-
-def test_chunk_command(tmp_path):
-    put(f"{tmp_path}/in.jsonl", jsonl([
-        {"id": "d0", "title": "Title", "text": "a b c d. e f g h. i j", "metadata": {"source": "The Verge", "n": [1]}},
-        {"id": 1, "contents": '"Quoted "inner" title"\nshort', "published_at": "2023-09-26", "source": ""},
-        {"id": "d2", "contents": "no line end here"}]))
-    cfg = ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=5)
-    result = questions.chunk(cfg)
-    with open(tmp_path / "out/corpus.jsonl", encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    assert [(r["id"], r["title"], r["text"]) for r in rows] == [
-        ("c0", "Title", "source: The Verge\n\na b c d."), ("c1", "Title", "source: The Verge\n\ne f g h."),
-        ("c2", "Title", "source: The Verge\n\ni j"),
-        ("c3", 'Quoted "inner" title', "published_at: 2023-09-26\n\nshort"), ("c4", "", "no line end here")]
-    assert [r["metadata"]["doc_chunk_id"] for r in rows] == [0, 1, 2, 0, 0]  # each its own: the original's bug
-    assert rows[1]["metadata"] == {"source": "The Verge", "n": [1], "doc_id": "d0", "doc_chunks": 3, "doc_chunk_id": 1}
-    assert (result["documents"], result["passages"]) == (3, 5) and questions.chunk(cfg)["already_there"]
-    plain = ChunkConfig(source=cfg.source, out=f"{tmp_path}/plain", chunk_size=0, context_fields=[], prefix="p")
-    questions.chunk(plain)
-    assert next(read_corpus(f"{tmp_path}/plain/corpus.jsonl")).contents == "a b c d. e f g h. i j"
-
-
-@pytest.mark.parametrize("row, message", [
-    ({"title": ["t"]}, "in.jsonl:1: 'title' is"), ({"metadata": [1]}, "in.jsonl:1: 'metadata' is"),
-])
-def test_chunk_names_a_wrong_type(tmp_path, row, message):
-    put(f"{tmp_path}/in.jsonl", jsonl([{"id": "d", "title": 1984, "text": "a b"} | row]))
-    with pytest.raises(DataError, match=message):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=0))
-
-
-def test_chunk_counts_with_a_tokenizer(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path / "tok")
-    text = " ".join(f"wörd{i}" for i in range(40))
-    put(f"{tmp_path}/in.jsonl", jsonl([{"id": "d", "title": "", "text": text}]))
-    questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/out", chunk_size=30, overlap=5,
-                                tokenizer=str(tmp_path / "tok")))
-    parts = [p.text for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")]
-    assert all(len(part.encode()) <= 30 for part in parts) and len(parts) >= len(text.encode()) // 30
-    with pytest.raises(DataError, match="tokenizer=.*tokenizer.json"):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/in.jsonl", out=f"{tmp_path}/o2", tokenizer=f"{tmp_path}/none"))
-    with pytest.raises(DataError, match="no such file"):
-        questions.chunk(ChunkConfig(source=f"{tmp_path}/none.jsonl", out=f"{tmp_path}/o3"))
-
-
-# --------------------------------------------------------------------------------------------------------- multihop-rag
-
-def article(n, body, **changes):
-    return {"title": f"Title  {n}", "author": None, "source": f"Outlet {n}",
-            "published_at": f"2023-09-2{n}T17:00:00+00:00", "category": "technology",
-            "url": f"https://news.example/{n}", "body": body} | changes
-
-
-BODY = ("First sentence here now. Second  one is\n\nlonger than it. A third sentence ends this. "
-        "Fourth comes, fifth follows it. Last words.")
-ARTICLES = [article(0, BODY), article(1, "Only one sentence in it."), article(2, "Ünïcode 東京 text.", url=None)]
-
-
-def mhr_question(n, facts, **changes):
-    return {"query": f"Question {n}?", "answer": "Yes", "question_type": "comparison_query" if facts else "null_query",
-            "evidence_list": [{"title": ARTICLES[a]["title"], "url": ARTICLES[a]["url"], "fact": fact, "source": "s"}
-                              for a, fact in facts]} | changes
-
-
-MHR = [mhr_question(0, [(0, "First sentence here now."), (1, "Only one sentence in it.")]),
-       mhr_question(1, [(0, "Second one is longer  than it.")]),  # white space differs; a cut may divide it
-       mhr_question(2, [], answer="Insufficient information."),
-       mhr_question(3, [(2, "東京 text."), (0, "this was never written")]),  # half of it is not there: not judged
-       mhr_question(4, [(2, "Ünïcode 東京")]),  # no url: found by title
-       *(mhr_question(n, [(1, "one sentence")]) for n in range(5, 12))]
-
-
-def test_multihoprag(tmp_path):
-    put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
-    put(f"{tmp_path}/in/dataset/MultiHopRAG.json", json.dumps(MHR))
-    cfg = MultihopragConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=6, test_questions=4)
-    result = questions.multihoprag(cfg)
-    rows = [f"multihoprag-{i}" for i in range(12)]
-    random.seed(42)  # as convert_dataset.py of deepsearch-rl does it
-    random.shuffle(rows)
-    test, train = by_id(tmp_path / "out", "test"), by_id(tmp_path / "out", "train")
-    assert list(test) == rows[:4] and list(train) == rows[4:]
-    found = golds(tmp_path / "out", "test") | golds(tmp_path / "out", "train")
-    before = "source: Outlet 0\npublished_at: 2023-09-20T17:00:00+00:00\n\n"
-    assert found["multihoprag-0"] == [("Title 0", before + "First sentence here now."), (
-        "Title 1", "source: Outlet 1\npublished_at: 2023-09-21T17:00:00+00:00\n\nOnly one sentence in it.")]
-    assert found["multihoprag-1"] == [("Title 0", before + "Second  one is\n\nlonger than"),
-                                      ("Title 0", before + "it. A third sentence ends")]
-    assert [title for title, _ in found["multihoprag-4"]] == ["Title 2"]
-    assert not {"multihoprag-2", "multihoprag-3"} & found.keys()
-    questions_ = test | train
-    assert questions_["multihoprag-2"].golden_answers == ["Insufficient information."]
-    assert questions_["multihoprag-0"].metadata["type"] == "comparison_query"
-    assert questions_["multihoprag-0"].metadata["evidence_list"][0]["fact"] == "First sentence here now."
-    assert (result["articles"], result["facts"], result["facts_not_in_their_article"], result["null_questions"],
-            result["questions_without_all_gold"]) == (3, 13, 1, 1, 1)
-    assert "sha256 of" in " ".join(result["differs_from_published"])
-    with open(tmp_path / "out/corpus.jsonl", encoding="utf-8") as f:
-        chunks = [json.loads(line) for line in f]
-    assert [c["id"] for c in chunks] == [f"multihoprag-c{i:05d}" for i in range(len(chunks))]
-    first = [c for c in chunks if c["metadata"]["doc_id"] == "0"]
-    assert [c["metadata"]["doc_chunk_id"] for c in first] == list(range(len(first)))
-    assert " ".join(c["text"].removeprefix(before) for c in first).split() == BODY.split()
-    assert first[0]["metadata"]["url"] == "https://news.example/0" and "body" not in first[0]["metadata"]
-
-
-def test_with_overlap_a_fact_is_one_passage(tmp_path):
-    """Two passages that both hold a fact whole must not both be needed for "all gold passages found"."""
-    text = questions.Article("a b c d e f")
-    text.spans = [(0, 7, "p0"), (4, 11, "p1")]
-    assert text.holding("c  d") == ["p0"] and text.holding("c d e") == ["p1"]
-    assert text.holding("b c d e") == ["p0", "p1"]
-    assert text.holding("x") == text.holding(" ") == []
-
-
-def test_multihoprag_without_context_and_whole_documents(tmp_path):
-    put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
-    put(f"{tmp_path}/in/MultiHopRAG.json", json.dumps(MHR))
-    cfg = MultihopragConfig(f"{tmp_path}/in", f"{tmp_path}/out", strict=False, chunk_size=0, context_fields="title",
-                            test_questions=4, dev_percent=40)
-    result = questions.multihoprag(cfg)
-    assert [(p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == [
-        (squeeze(a["title"]), a["body"]) for a in ARTICLES]
-    assert result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4
-
-
-# --------------------------------------------------------------------------------------------------------------- wiki18
-
-WIKI = ['{"id": "0", "contents": "\\"Evan Morris\\"\\nEvan Morris was \\"a\\" lobbyist.\\nNew line"}',
-        '{"id": 1, "contents": "\\"\\"\\"Heroes\\"\\" (album)\\"\\n\\"Heroes\\" is a song"}',
-        '{"id": "2", "contents": "\\"\\"\\nno title"}', '',
-        '{"id": "3", "contents": "no quotes\\ntext\\u2028more \\ud83d"}',
-        '{"id": "7", "contents": "one line alone"}', '{"id": "9", "title": "\\"Kept apart\\"", "text": " body "}']
-WIKI_PASSAGES = [("0", "Evan Morris", 'Evan Morris was "a" lobbyist.\nNew line'),
-                 ("1", '""Heroes"" (album)', '"Heroes" is a song'), ("2", "", "no title"),
-                 ("3", "no quotes", "text\u2028more \ufffd"), ("7", "", "one line alone"), ("9", "Kept apart", "body")]
-
-
-@pytest.mark.parametrize("name", ["wiki-18.jsonl.gz", "wiki-18.jsonl", "retrieval-corpus/wiki18_100w.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["wiki-18.jsonl.gz", "wiki-18.jsonl", "retrieval-corpus/wiki18_100w.jsonl"]
+)
 def test_wiki18(tmp_path, name):
     raw = b"\xef\xbb\xbf" + "\n".join(WIKI).encode()
     put(f"{tmp_path}/in/{name}", gzip.compress(raw) if name.endswith(".gz") else raw)
-    result = questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
-    assert [(p.id, p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == WIKI_PASSAGES
+    result = make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
+    assert [
+        (p.id, p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")
+    ] == WIKI_PASSAGES
     assert (result["passages"], result["without_title"], result["without_text"]) == (6, 2, 0)
     assert result["differs_from_published"] == {"passages": {"found": 6, "published": 21_015_324}}
 
 
-@pytest.mark.parametrize("lines, message", [
-    (['{"id": "5", "contents": "a"}', '{"id": "5", "contents": "b"}'], ":2: id '5' behind 5"),
-    (['{"id": "x", "contents": "a"}'], ":1: id 'x'"),
-    (['{"id": "1", "contents": "a"}', '{"id": "2", "conte'], ":2: not valid JSON"),
-    (['{"id": "1", "content": "a"}'], ":1: 'title' is 'None'"),
-])
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (['{"contents": "a"}'], ":1: 'id' is 'None'"),
+        (['{"id": "1", "contents": "a"}', '{"id": "2", "conte'], ":2: not valid JSON"),
+        (['{"id": "1", "content": "a"}'], ":1: 'title' is 'None'"),
+    ],
+)
 def test_wrong_wiki18_lines_are_named(tmp_path, lines, message):
     put(f"{tmp_path}/in/wiki-18.jsonl.gz", gzip.compress("\n".join(lines).encode()))
     with pytest.raises(DataError, match=f"wiki-18.jsonl.gz{message}"):
-        questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+        make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
 
 
 def test_a_broken_download_is_an_error(tmp_path):
-    packed = gzip.compress("\n".join(f'{{"id": "{i}", "contents": "{i} {i}"}}' for i in range(50_000)).encode())
-    for content in (packed[:-2000], packed[:5000] + b"\0" * 100 + packed[5100:], b"<html>busy</html>"):
+    packed = gzip.compress(
+        "\n".join(f'{{"id": "{i}", "contents": "{i} {i}"}}' for i in range(50_000)).encode()
+    )
+    for content in (
+        packed[:-2000],
+        packed[:5000] + b"\0" * 100 + packed[5100:],
+        b"<html>busy</html>",
+    ):
         put(f"{tmp_path}/in/wiki-18.jsonl.gz", content)
-        with pytest.raises(DataError, match="the download is broken|not valid JSON|not UTF-8"):
-            questions.wiki18(Wiki18Config(f"{tmp_path}/in", f"{tmp_path}/out", strict=False))
+        with pytest.raises(DataError, match="cut off or broken|not valid JSON|not UTF-8"):
+            make("wiki18", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
         assert not os.path.exists(f"{tmp_path}/out")
 
 
@@ -536,32 +565,87 @@ def test_wiki18_needs_the_same_memory_for_any_length(tmp_path):
     peaks = []
     for n in (2_000, 20_000):
         with gzip.open(f"{tmp_path}/wiki-18.jsonl.gz", "wt", 1) as f:
-            f.writelines(f'{{"id": "{i}", "contents": "\\"T{i}\\"\\n{"word " * 100}"}}\n' for i in range(n))
+            f.writelines(
+                f'{{"id": "{i}", "contents": "\\"T{i}\\"\\n{"word " * 100}"}}\n' for i in range(n)
+            )
         tracemalloc.start()
-        questions.wiki18(Wiki18Config(str(tmp_path), f"{tmp_path}/out{n}", strict=False))
+        make("wiki18", str(tmp_path), f"{tmp_path}/out{n}", strict=False)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 500_000  # 18,000 passages more are 10 MB of text
 
 
-# ------------------------------------------------------------------------------------------------------------- flashrag
+# ----------------------------------------------------------------------------------------- flashrag
 
 FLASHRAG = [
-    {"id": "dev_0", "question": "Same nationality?", "golden_answers": ["yes"], "metadata": {
-        "type": "comparison", "level": "hard", "supporting_facts": {"title": ["Scott", "Ed"], "sent_id": [0, 0]},
-        "context": {"title": ["Ed", "Scott", "Noise"], "sentences": [["Ed is.", " A film."], ["Scott."], []]}}},
-    {"id": "dev_1", "question": "2wiki form?", "golden_answers": ["a", "b", "a"], "metadata": {"metadata": {
-        "type": "compositional", "supporting_facts": {"title": ["One"], "sent_id": [0]},
-        "context": {"title": ["One"], "content": [["First .", "Second ."]]}}}},
-    {"id": "dev_2", "question": "fullwiki?", "golden_answers": ["x"], "metadata": {
-        "supporting_facts": {"title": ["Gone", "Ed"], "sent_id": [0, 0]},
-        "context": {"title": ["Ed"], "sentences": [["Ed is.", " A film."]]}}},
-    {"id": "dev_3", "question": "MuSiQue?", "golden_answers": ["y"], "metadata": {"answerable": True,
-     "question_decomposition": [
-         {"id": 1, "question": "q >> r", "answer": "z", "paragraph_support_idx": 10,
-          "support_paragraph": {"idx": 10, "title": "T", "paragraph_text": "text", "is_supporting": True}},
-         {"id": 2, "question": "#1 >> r", "answer": "y", "paragraph_support_idx": 5,
-          "support_paragraph": {"idx": 5, "title": "Ed", "paragraph_text": "Ed is. A  film."}}]}},
+    {
+        "id": "dev_0",
+        "question": "Same nationality?",
+        "golden_answers": ["yes"],
+        "metadata": {
+            "type": "comparison",
+            "level": "hard",
+            "supporting_facts": {"title": ["Scott", "Ed"], "sent_id": [0, 0]},
+            "context": {
+                "title": ["Ed", "Scott", "Noise"],
+                "sentences": [["Ed is.", " A film."], ["Scott."], []],
+            },
+        },
+    },
+    {
+        "id": "dev_1",
+        "question": "2wiki form?",
+        "golden_answers": ["a", "b", "a"],
+        "metadata": {
+            "metadata": {
+                "type": "compositional",
+                "supporting_facts": {"title": ["One"], "sent_id": [0]},
+                "context": {"title": ["One"], "content": [["First .", "Second ."]]},
+            }
+        },
+    },
+    {
+        "id": "dev_2",
+        "question": "fullwiki?",
+        "golden_answers": ["x"],
+        "metadata": {
+            "supporting_facts": {"title": ["Gone", "Ed"], "sent_id": [0, 0]},
+            "context": {"title": ["Ed"], "sentences": [["Ed is.", " A film."]]},
+        },
+    },
+    {
+        "id": "dev_3",
+        "question": "MuSiQue?",
+        "golden_answers": ["y"],
+        "metadata": {
+            "answerable": True,
+            "question_decomposition": [
+                {
+                    "id": 1,
+                    "question": "q >> r",
+                    "answer": "z",
+                    "paragraph_support_idx": 10,
+                    "support_paragraph": {
+                        "idx": 10,
+                        "title": "T",
+                        "paragraph_text": "text",
+                        "is_supporting": True,
+                    },
+                },
+                {
+                    "id": 2,
+                    "question": "#1 >> r",
+                    "answer": "y",
+                    "paragraph_support_idx": 5,
+                    "support_paragraph": {
+                        "idx": 5,
+                        "title": "Ed",
+                        "paragraph_text": "Ed is. A  film.",
+                    },
+                },
+            ],
+        },
+    },
     {"id": "dev_4", "question": "choice?", "golden_answers": [1], "choices": ["red", "blue"]},
     {"id": "dev_5", "question": "no answer", "golden_answers": []},
     {"id": "dev_6", "question": "number?", "golden_answers": [1999, 2.5]},
@@ -571,75 +655,186 @@ FLASHRAG = [
 
 def test_flashrag(tmp_path):
     put(f"{tmp_path}/in/dev.jsonl", jsonl(FLASHRAG))
-    put(f"{tmp_path}/in/test.jsonl", jsonl([{"id": "test_0", "question": "plain?", "golden_answers": "one"}]))
-    result = questions.flashrag(FlashragConfig(f"{tmp_path}/in", f"{tmp_path}/out", name="mix"))
+    put(
+        f"{tmp_path}/in/test.jsonl",
+        jsonl([{"id": "test_0", "question": "plain?", "golden_answers": "one"}]),
+    )
+    result = make("flashrag", f"{tmp_path}/in", f"{tmp_path}/out", name="mix")
     dev = by_id(tmp_path / "out", "dev")
     assert {k: q.golden_answers for k, q in dev.items()} == {
-        "dev_0": ["yes"], "dev_1": ["a", "b"], "dev_2": ["x"], "dev_3": ["y"], "dev_4": ["blue"],
-        "dev_6": ["1999", "2.5"]}
+        "dev_0": ["yes"],
+        "dev_1": ["a", "b"],
+        "dev_2": ["x"],
+        "dev_3": ["y"],
+        "dev_4": ["blue"],
+        "dev_6": ["1999", "2.5"],
+    }
     assert golds(tmp_path / "out", "dev") == {
-        "dev_0": [("Scott", "Scott."), ("Ed", "Ed is. A film.")], "dev_1": [("One", "First . Second .")],
-        "dev_3": [("T", "text"), ("Ed", "Ed is. A film.")]}  # dev_2 lacks a gold: no qrels
-    assert dev["dev_0"].metadata == {"type": "comparison", "level": "hard",
-                                     "supporting_facts": {"title": ["Scott", "Ed"], "sent_id": [0, 0]}}
-    assert "support_paragraph" not in str(dev["dev_3"].metadata) and dev["dev_1"].metadata["type"] == "compositional"
-    assert (result["questions_without_all_gold"], result["without_question_or_answer"],
-            result["test_questions"], result["test_judged"]) == (1, 2, 1, 0)
+        "dev_0": [("Scott", "Scott."), ("Ed", "Ed is. A film.")],
+        "dev_1": [("One", "First . Second .")],
+        "dev_3": [("T", "text"), ("Ed", "Ed is. A film.")],
+    }  # dev_2 lacks a gold: no qrels
+    assert dev["dev_0"].metadata == {
+        "type": "comparison",
+        "level": "hard",
+        "supporting_facts": {"title": ["Scott", "Ed"], "sent_id": [0, 0]},
+    }
+    assert (
+        "support_paragraph" not in str(dev["dev_3"].metadata)
+        and dev["dev_1"].metadata["type"] == "compositional"
+    )
+    assert (
+        result["questions_without_all_gold"],
+        result["without_question_or_answer"],
+        result["test_questions"],
+        result["test_judged"],
+    ) == (1, 2, 1, 0)
     assert by_id(tmp_path / "out", "test")["test_0"].golden_answers == ["one"]
-    assert not (tmp_path / "out/test.qrels").exists() and all(i.startswith("mix-p") for i in texts(tmp_path / "out"))
+    assert not (tmp_path / "out/test.qrels").exists() and all(
+        i.startswith("mix-p") for i in texts(tmp_path / "out")
+    )
 
 
-@pytest.mark.parametrize("row, message", [
-    ({"id": "d", "question": "q"}, "dev.jsonl:1: golden_answers is 'None'"),
-    ({"id": "d", "question": "q", "golden_answers": [2], "choices": ["a", "b"]}, r"\[2\] are no numbers of its 2"),
-    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": {"supporting_facts": {"title": []}, "context": {
-        "title": ["a", "b"], "sentences": [["x"]]}}}, "2 titles and 1 paragraphs"),
-    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": [1]}, "'metadata' is '.1.'"),
-    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": "text"}, "metadata: not valid JSON"),
-    ({"id": "d", "question": "q", "golden_answers": [0], "choices": {"a": 1}}, "'choices' is"),
-    ({"id": "d", "question": "q", "golden_answers": ["x"], "metadata": {"question_decomposition": "hop"}},
-     "'question_decomposition' is 'hop'"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"id": "d", "question": "q"}, r"dev.jsonl:1: the answers are \[None\]"),
+        (
+            {"id": "d", "question": "q", "golden_answers": [2], "choices": ["a", "b"]},
+            r"\[2\] are no numbers of its 2",
+        ),
+        (
+            {
+                "id": "d",
+                "question": "q",
+                "golden_answers": ["x"],
+                "metadata": {
+                    "supporting_facts": {"title": []},
+                    "context": {"title": ["a", "b"], "sentences": [["x"]]},
+                },
+            },
+            "2 titles and 1 paragraphs",
+        ),
+        (
+            {"id": "d", "question": "q", "golden_answers": ["x"], "metadata": [1]},
+            "'metadata' is '.1.'",
+        ),
+        (
+            {"id": "d", "question": "q", "golden_answers": ["x"], "metadata": "text"},
+            "metadata: not valid JSON",
+        ),
+        ({"id": "d", "question": "q", "golden_answers": [0], "choices": {"a": 1}}, "'choices' is"),
+        (
+            {
+                "id": "d",
+                "question": "q",
+                "golden_answers": ["x"],
+                "metadata": {"question_decomposition": "hop"},
+            },
+            "'question_decomposition' is 'hop'",
+        ),
+    ],
+)
 def test_wrong_flashrag_rows_are_named(tmp_path, row, message):
     put(f"{tmp_path}/in/dev.jsonl", jsonl([row]))
     with pytest.raises(DataError, match=message):
-        questions.flashrag(FlashragConfig(f"{tmp_path}/in", f"{tmp_path}/out"))
+        make("flashrag", f"{tmp_path}/in", f"{tmp_path}/out")
 
 
 def test_flashrag_without_files_says_where_they_are(tmp_path):
     with pytest.raises(DataError, match="none of train.jsonl.*FlashRAG_datasets/tree/main"):
-        questions.flashrag(FlashragConfig(str(tmp_path), f"{tmp_path}/out"))
+        make("flashrag", str(tmp_path), f"{tmp_path}/out")
 
 
-# ----------------------------------------------------------------------------------------------------------- end to end
+# --------------------------------------------------------------------------------------- end to end
+
 
 def test_prepare_index_search_and_evaluate(tmp_path):
-    """The chain of a multi-hop set, the first command from outside; every number is known by hand."""
-    facts = [("Green", "Green is an album by Steve Hillage."), ("Hillage", "Steve Hillage married Miquette Giraudy."),
-             ("Fox", "The quick brown fox jumps."), ("Dog", "A lazy dog sleeps.")]
-    rows = {"dev": [musique_row("2hop__1_1", [(t, x, t in ("Green", "Hillage")) for t, x in facts], [0, 1],
-                                question="Who married the maker of Green, Steve Hillage?"),
-                    musique_row("2hop__2_2", [(t, x, t in ("Fox", "Dog")) for t, x in facts], [2, 3],
-                                question="Which fox is brown?", answer="the fox")]}
+    """The chain of a multi-hop set; every number is known by hand."""
+    facts = [
+        ("Green", "Green is an album by Steve Hillage."),
+        ("Hillage", "Steve Hillage married Miquette Giraudy."),
+        ("Fox", "The quick brown fox jumps."),
+        ("Dog", "A lazy dog sleeps."),
+    ]
+    rows = {
+        "dev": [
+            musique_row(
+                "2hop__1_1",
+                [(t, x, t in ("Green", "Hillage")) for t, x in facts],
+                [0, 1],
+                question="Who married the maker of Green, Steve Hillage?",
+            ),
+            musique_row(
+                "2hop__2_2",
+                [(t, x, t in ("Fox", "Dog")) for t, x in facts],
+                [2, 3],
+                question="Which fox is brown?",
+                answer="the fox",
+            ),
+        ]
+    }
     musique_files(tmp_path / "in", rows)
-    words = ["musique", f"source={tmp_path}/in", f"out={tmp_path}/set", "strict=false", "train=false"]
-    done = subprocess.run([sys.executable, f"{ROOT}/prepare.py", *words], capture_output=True, text=True, timeout=240)
+    words = [
+        "musique",
+        f"source={tmp_path}/in",
+        f"out={tmp_path}/set",
+        "strict=false",
+        "train=false",
+    ]
+    done = subprocess.run(
+        [sys.executable, f"{ROOT}/prepare.py", *words], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout.splitlines()[-1])
     assert (made["test_questions"], made["test_judged"], made["passages"]) == (2, 2, 4)
-    index = RetrieverConfig(kind="bm25", corpus=f"{tmp_path}/set/corpus.jsonl", index=f"{tmp_path}/index")
+    index = RetrieverConfig(
+        kind="bm25", corpus=f"{tmp_path}/set/corpus.jsonl", index=f"{tmp_path}/index"
+    )
     retriever.main(index)
-    judged = {"questions": f"{tmp_path}/set/test.jsonl", "qrels": f"{tmp_path}/set/test.qrels", "samples": 200}
-    searched = evaluate.main(EvaluateConfig(**judged, query="question", retriever=index, out=f"{tmp_path}/run"))
-    assert searched["mrr"] == 1.0 and searched["recall@10"] == 0.75 and searched["all_gold@10"] == 0.5
+    judged = {
+        "questions": f"{tmp_path}/set/test.jsonl",
+        "qrels": f"{tmp_path}/set/test.qrels",
+        "samples": 200,
+    }
+    searched = evaluate.main(
+        EvaluateConfig(**judged, query="question", retriever=index, out=f"{tmp_path}/run")
+    )
+    assert (
+        searched["mrr"] == 1.0 and searched["recall@10"] == 0.75 and searched["all_gold@10"] == 0.5
+    )
     with open(tmp_path / "run/question.trec", encoding="utf-8") as f:
         found = [line.split()[:3:2] for line in f]
-    put(f"{tmp_path}/answers.jsonl", jsonl([
-        {"id": q, "pred": pred, "searches": 1, "well_formed": True, "error": None,
-         "retrieved": [p for query, p in found if query == q]}
-        for q, pred in (("2hop__1_1", "Miquette Giraudy"), ("2hop__2_2", "a brown fox"))]))
-    scored = evaluate.main(EvaluateConfig(**judged, answers=f"{tmp_path}/answers.jsonl", out=f"{tmp_path}/scores"))
+    put(
+        f"{tmp_path}/answers.jsonl",
+        jsonl(
+            [
+                {
+                    "id": q,
+                    "pred": pred,
+                    "searches": 1,
+                    "well_formed": True,
+                    "error": None,
+                    "retrieved": [p for query, p in found if query == q],
+                }
+                for q, pred in (("2hop__1_1", "Miquette Giraudy"), ("2hop__2_2", "a brown fox"))
+            ]
+        ),
+    )
+    scored = evaluate.main(
+        EvaluateConfig(**judged, answers=f"{tmp_path}/answers.jsonl", out=f"{tmp_path}/scores")
+    )
     assert (scored["em"], scored["f1"], scored["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
-    assert (scored["gold_recall"], scored["all_gold"], scored["searches"], scored["well_formed"]) == (0.75, 0.5, 1, 1)
+    assert (
+        scored["gold_recall"],
+        scored["all_gold"],
+        scored["searches"],
+        scored["well_formed"],
+    ) == (0.75, 0.5, 1, 1)
     assert sorted(os.listdir(tmp_path / "scores")) == [
-        "config.yaml", "intermediate_data.json", "metric_score.txt", "metrics.json", "table.md"]
+        "config.yaml",
+        "intermediate_data.json",
+        "metric_score.txt",
+        "metrics.json",
+        "table.md",
+    ]

@@ -307,9 +307,9 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_143(lm, records, whole,
 DRIVER = """
 import os, signal, sys
 sys.path[:0] = [{root!r}]
-import torch, config, data, sft
+import torch, config, prompts, sft
 torch.set_num_threads(1)
-INSTRUCTION = "Rewrite."
+prompts.INSTRUCTION = "Rewrite."
 log = sft.log_step
 def dying(path, row, *rest):
     log(path, row, *rest)

@@ -1,0 +1,285 @@
+"""Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG's articles with its questions.
+
+MultiHop-RAG's files are those of yixuantt/MultiHop-RAG, split as `convert_dataset.py` of
+ninehills/deepsearch-rl.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Any, Callable, Iterator
+
+from config import at_least
+from data import DataError, Question
+from runs import write_jsonl
+from sources.files import (
+    Build,
+    DevConfig,
+    Row,
+    already_made,
+    array_rows,
+    finished_folder,
+    jsonl_rows,
+    sha256,
+    squeeze,
+    write_corpus,
+)
+from sources.questions import golden, title_and_text, write_qrels
+
+# -------------------------------------------------------------------------------- cutting
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_CLOSERS = "\"'”’)]»"
+
+
+def token_starts(text: str, tokenizer: Any = None) -> list[int]:
+    """Where each token of `text` starts; without a tokenizer: each word or punctuation mark."""
+    if tokenizer is None:
+        return [match.start() for match in _WORD.finditer(text)]
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+    )
+    return [start for start, _ in encoded["offset_mapping"]]
+
+
+def break_strength(text: str, at: int) -> int:
+    """How good a cut at `text[at]` is: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
+    left, right = at, at
+    while left > 0 and text[left - 1].isspace():
+        left -= 1
+    while right < len(text) and text[right].isspace():
+        right += 1
+    gap, sign = text[left:right], left - 1
+    while sign > 0 and text[sign] in _CLOSERS:  # a closing quote belongs to the sentence before it
+        sign -= 1
+    before = text[sign] if sign >= 0 else ""
+    if "\n" in gap:
+        return 4
+    if before in ("。", "！", "？") or (gap and before in (".", "!", "?", "…")):
+        return 3
+    return 2 if gap and before in (",", ";", ":", "—", "–") else 1 if gap else 0
+
+
+def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
+    """(start, end) characters of the chunks of `text`, whose tokens begin at `starts`.
+
+    A chunk has at most `size` tokens and, but for the last, more than half of that: it ends at the
+    strongest break in the second half of its window, the last of equals. The next one begins
+    exactly `overlap` tokens before that end. Without overlap the spans partition the text: what
+    stands between tokens goes to the left.
+    """
+    if size < 2 or not 0 <= overlap <= size // 2:
+        raise DataError(
+            f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap "
+            "from 0 to half of it"
+        )
+    bounds = [0, *starts[1:], len(text)]  # bounds[k]: where token k begins
+    strength = [0, *(break_strength(text, bound) for bound in bounds[1:])]
+    count, spans, first = len(bounds) - 1, [], 0
+    while count - first > size:
+        window = range(first + size // 2 + 1, first + size + 1)
+        last = max(window, key=lambda k: (strength[k], k))
+        spans.append((bounds[first], bounds[last]))
+        first = last - overlap
+    return [*spans, (bounds[first], bounds[count])]
+
+
+@dataclass
+class Cut:
+    """How documents become passages."""
+
+    chunk_size: int = 200
+    """tokens of a passage at most, before title and context fields; 0: documents stay whole"""
+    overlap: int = 0
+    """tokens that a passage repeats of the one before it"""
+    tokenizer: str = ""
+    """Hugging Face folder whose tokenizer counts; without one words and punctuation marks count"""
+    context_fields: str | list[str] = "title,source,published_at"
+    """what stands before every passage: `title` as its title, others as lines `field: value`"""
+
+    def cutter(self) -> Callable[[str, str, dict, str], list[tuple[tuple[int, int], dict]]]:
+        """`cut_document` with these settings. DataError: no such tokenizer, or a slow one."""
+        names = self.context_fields
+        names = names.split(",") if isinstance(names, str) else names
+        tokenizer = open_tokenizer(self.tokenizer) if self.tokenizer and self.chunk_size else None
+        return functools.partial(cut_document, self, tokenizer, [name.strip() for name in names])
+
+
+def open_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise DataError(
+            f"tokenizer={path}: {str(e).splitlines()[0]}; name a folder with tokenizer.json"
+        ) from e
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"tokenizer={path} is not a fast one; positions of tokens need tokenizer.json"
+        )
+    return tokenizer
+
+
+def cut_document(
+    cut: Cut, tokenizer: Any, names: list[str], title: str, text: str, metadata: dict, doc_id: str
+) -> list[tuple[tuple[int, int], dict]]:
+    """((start, end) in `text`, passage without id) for each chunk of a document.
+
+    The passage's text is the chunk, stripped, behind the lines of the context fields that the
+    document has.
+    """
+    spans = [(0, len(text))]
+    if cut.chunk_size:
+        spans = chunk_spans(text, token_starts(text, tokenizer), cut.chunk_size, cut.overlap)
+    shown = [name for name in names if name != "title" and metadata.get(name) not in (None, "")]
+    before = "".join(f"{name}: {metadata[name]}\n" for name in shown) + ("\n" if shown else "")
+    passages = []
+    for number, (start, end) in enumerate(spans):
+        place = {"doc_id": doc_id, "doc_chunks": len(spans), "doc_chunk_id": number}
+        passage = {
+            "title": title if "title" in names else "",
+            "text": before + text[start:end].strip(),
+            "metadata": metadata | place,
+        }
+        passages.append(((start, end), passage))
+    return passages
+
+
+@dataclass(kw_only=True)
+class ChunkConfig(Cut):
+    """`prepare.py chunk`"""
+
+    source: str
+    """a corpus as JSONL: `id`, `title`, `text`, or `contents` with the title as its first line"""
+    out: str
+    """folder to write: corpus.jsonl"""
+    prefix: str = "c"
+    """passage ids are this and a running number"""
+
+
+def chunk(cfg: ChunkConfig) -> dict:
+    """Cut documents into passages of `chunk_size` tokens at most, with context in front."""
+    if not os.path.isfile(cfg.source):
+        raise DataError(f"source={cfg.source}: no such file; name a corpus file (JSONL)")
+    config = {key: value for key, value in vars(cfg).items() if key not in ("out", "source")}
+    made = {"command": "chunk", "config": config, "sources": sha256(cfg.source)}
+    if done := already_made(cfg.out, made):
+        return done
+    cut, counts = cfg.cutter(), Counter()
+
+    def passages() -> Iterator[dict]:
+        for row in jsonl_rows(cfg.source):
+            if "text" in row:
+                title = row.squeezed("title") if row.get("title") is not None else ""
+                text = row.text("text")
+            else:
+                title, text = title_and_text(row.text("contents"))
+            counts["documents"] += 1
+            known = ("id", "title", "text", "contents", "metadata")
+            metadata = {k: v for k, v in row.items() if k not in known} | row.object("metadata")
+            for _, passage in cut(title, text, metadata, row.text("id")):
+                yield {"id": f"{cfg.prefix}{counts['passages']}", **passage}
+                counts["passages"] += 1
+
+    with finished_folder(cfg, made) as folder:
+        write_corpus(f"{folder}/corpus.jsonl", passages())
+        made["result"] = dict(counts)
+    return {"out": cfg.out, **made["result"], "already_there": False}
+
+
+# ---------------------------------------------------------------------------- multihop-rag
+
+
+@dataclass
+class MultihopragConfig(Cut, DevConfig):
+    """`prepare.py multihoprag`"""
+
+    test_questions: Annotated[int, at_least(0)] = 200
+    """questions of test: the first of a shuffle with seed 42, DeepSearch-RL's val"""
+
+
+def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
+    """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
+
+    A passage is relevant when it holds a fact of the evidence, found in the article (by url, else
+    title) with white space left out, as the authors' own evaluation does; of a fact that a cut
+    divides, all parts are. Null questions, answered by "Insufficient information.", have no
+    evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
+    """
+    articles: dict[str, Article] = {}  # by url and by title
+    cut, counts = cfg.cutter(), build.counts
+
+    def passages() -> Iterator[dict]:
+        ids = (f"multihoprag-c{number:05d}" for number in itertools.count())
+        for row in array_rows(build.paths["corpus"]):
+            title, body = row.squeezed("title"), row.text("body")
+            metadata = {k: v for k, v in row.items() if k not in ("title", "body")}
+            article = Article(body)
+            for span, passage in cut(title, body, metadata, str(counts["articles"])):
+                article.spans.append((*span, next(ids)))
+                yield {"id": article.spans[-1][2], **passage}
+            counts["articles"] += 1
+            for key in (row.get("url"), title):
+                articles.setdefault(key, article)
+
+    build.write_corpus(passages())
+    rows = [
+        multihoprag_row(row, f"multihoprag-{number}", articles, counts)
+        for number, row in enumerate(array_rows(build.paths["questions"]))
+    ]
+    counts["questions"] = len(rows)
+    random.Random(42).shuffle(rows)
+    splits = {split: [] for split in cfg.splits()}
+    for place, row in enumerate(rows):
+        official = "test" if place < cfg.test_questions else "train"
+        splits[cfg.split(official, row[0].id)].append(row)
+    for split, chosen in splits.items():
+        counts[f"{split}_questions"] = len(chosen)
+        write_jsonl(f"{build.folder}/{split}.jsonl", (question.record() for question, _ in chosen))
+        write_qrels(build, split, {question.id: golds for question, golds in chosen if golds})
+
+
+def multihoprag_row(
+    row: Row, key: str, articles: dict[str, Article], counts: Counter
+) -> tuple[Question, list[str]]:
+    """(question, relevant passage ids), the latter only where every fact of it was found."""
+    evidence, found = row.rows("evidence_list"), []
+    for item in evidence:
+        article = articles.get(item.get("url")) or articles.get(squeeze(item.get("title") or ""))
+        found.append(article.holding(item.text("fact")) if article else [])
+    counts["facts"] += len(found)
+    counts["facts_not_in_their_article"] += sum(not ids for ids in found)
+    counts["null_questions"] += not evidence
+    counts["questions_without_all_gold"] += not all(found)
+    metadata = {"type": row.text("question_type"), "evidence_list": evidence}
+    question = Question(key, row.squeezed("query"), golden([row.text("answer")], row), metadata)
+    return question, list(itertools.chain(*found)) if all(found) else []
+
+
+class Article:
+    """A document and its passages, in which a sentence is looked up white space aside."""
+
+    def __init__(self, body: str):
+        self.places = [i for i, sign in enumerate(body) if not sign.isspace()]
+        self.text = "".join(body[i] for i in self.places)
+        self.spans: list[tuple[int, int, str]] = []  # (start, end, passage id)
+
+    def holding(self, fact: str) -> list[str]:
+        """Ids of the passages that hold `fact`: the first with all of it, else all with a part."""
+        wanted = "".join(fact.split())
+        at = self.text.find(wanted) if wanted else -1
+        if at < 0:
+            return []
+        first, last = self.places[at], self.places[at + len(wanted) - 1]
+        whole = [key for start, end, key in self.spans if start <= first and last < end]
+        return whole[:1] or [key for start, end, key in self.spans if start <= last and first < end]
+
+
+SETS = {"multihoprag": (MultihopragConfig, multihoprag)}
