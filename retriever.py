@@ -1,9 +1,8 @@
-"""Encoders, the dense index, the retriever of a configuration, and the command that builds an index.
+"""Encoders, the dense index, the retriever of a configuration, and the command that builds one.
 
 Lists are by (score descending, id ascending). A rank is 1 + the number of other passages that score
-at least as high as the gold: ties count against it, other golds of the query do not count, the best
-gold counts, beyond the cut-off it is None, and a NaN score gives FAILED. Entry i of a result belongs
-to entry i of `queries`, however often a query is repeated.
+at least as high as the gold: ties count against it, other golds of the query do not, the best gold
+counts, beyond the cut-off it is None, and a NaN score gives FAILED. Results are positional.
 
     python retriever.py kind=dense corpus=FILE encoder=FOLDER index=OUT   # build an index
     python retriever.py check encoder=FOLDER                              # does this encoder rank?
@@ -29,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from config import run, save_config
@@ -44,8 +45,10 @@ from search.dense_index import (  # noqa: F401
     VectorRetriever,
     build_shards,
     can_pack,
+    check_encoder,
+    encoder_identity,
+    faiss_folder,
     faiss_source,
-    fingerprint,
     open_shards,
 )
 from search.faiss_index import FaissIndex, build_faiss
@@ -59,6 +62,7 @@ from search.passages import (  # noqa: F401
     read_meta,
     survey,
 )
+from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
 # Copies out alone, up to the next such line: it needs transformers, the imports above from the
@@ -112,7 +116,7 @@ class ANCE(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str) -> ANCE:
-        """From a folder or a hub name. RuntimeError names missing, unknown and misshapen tensors."""
+        """From a folder or a hub name. RuntimeError: missing, unknown or misshapen tensors."""
         from transformers import AutoConfig
 
         model = cls(AutoConfig.from_pretrained(name, trust_remote_code=False))
@@ -146,8 +150,6 @@ def _model_json(name: str, filename: str) -> Any:
 def _state_dict(name: str) -> dict[str, Tensor]:
     """The single weight file of a model, never unpickled beyond tensors; {} where there is none."""
     if path := _model_file(name, "model.safetensors"):
-        from safetensors.torch import load_file
-
         return load_file(path)
     path = _model_file(name, "pytorch_model.bin")
     return torch.load(path, map_location="cpu", weights_only=True) if path else {}
@@ -168,7 +170,7 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
         if pooling is None and unknown:
             raise RetrieverError(
                 f"{name} has the sentence-transformers module {min(unknown)}; only Transformer, "
-                "Pooling and Normalize are built here. Use another model, or overrule with pooling=…"
+                "Pooling and Normalize are built here. Use another model, or give pooling=…"
             )
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
@@ -197,7 +199,7 @@ def position_limit(config: Any) -> int:
 
 
 def _load_tokenizer(name: str) -> Any:
-    """The tokenizer of an encoder, from its files: without any, the library invents a vocabulary."""
+    """The tokenizer of an encoder, from its files: without any, the library invents one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -238,8 +240,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     logging.set_verbosity(level)
     if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
         raise RetrieverError(
-            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors): they would be random. "
-            "Use a whole checkpoint."
+            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors): they would be "
+            "random. Use a whole checkpoint."
         )
     if hasattr(model, "pooler"):
         model.pooler = None  # not used, and random where the checkpoint lacks it
@@ -253,7 +255,6 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
     positions. RetrieverError: no such model, missing tensors or tokenizer files, a tokenizer or
     settings that don't fit the model.
     """
-    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     overrides = {k: v for k, v in overrides.items() if v is not None}
@@ -271,8 +272,8 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
             f"encoder {name!r} can't be loaded ({reason}); give a folder with its config.json, "
             "tokenizer and weights, or a hub name where the hub can be reached"
         ) from e
-    core = model.roberta if isinstance(model, ANCE) else model
-    rows, highest = core.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    rows = getattr(model, "roberta", model).get_input_embeddings().num_embeddings
+    highest = max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise RetrieverError(
             f"{name}: its tokenizer has ids up to {highest}, its model {rows} embeddings; they "
@@ -287,11 +288,6 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
 def default_encoder(model: nn.Module) -> Encoder:
     """ANCE's settings for an ANCE model, mean pooling and normalisation for any other."""
     return ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER
-
-
-def vector_size(model: nn.Module) -> int:
-    """D of a model's vectors."""
-    return model.embeddingHead.out_features if isinstance(model, ANCE) else model.config.hidden_size
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
@@ -374,7 +370,7 @@ def encode_tokens(
     reader = packed if all(map(len, tokens)) and packed else PaddedModel(model, batch_tokens, pad)
     device, weights = next(model.parameters()).device, next(model.parameters()).dtype
     mixed = device.type == "cuda" and weights == torch.float32
-    vectors = [torch.empty(0, vector_size(model), device=device)]
+    vectors = [torch.empty(0, model.config.hidden_size, device=device)]
     for rows in reader.batches([len(distinct[i]) for i in order]):
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
             vectors.append(reader.vectors([distinct[i] for i in order[rows]], encoder))
@@ -424,12 +420,6 @@ def encode(
 # --------------------------------------------------------------------------------- dense index
 
 
-def _identity(model: nn.Module, tokenizer: Any, encoder: Encoder) -> dict:
-    """What of an encoder an index and its queries must share: all but the length of queries."""
-    settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
-    return {"dim": vector_size(model), **settings, "fingerprint": fingerprint(model, tokenizer)}
-
-
 def build_index(
     folder: str | os.PathLike,
     corpus: str | os.PathLike | Sequence,
@@ -451,7 +441,7 @@ def build_index(
     has an id twice, the disk is too small. DataError: another build is at work in the folder.
     """
     encoder, packed = encoder or default_encoder(model), None
-    identity = _identity(model, tokenizer, encoder)
+    identity = encoder_identity(model, tokenizer, encoder)
     length = min(encoder.passage_length, position_limit(model.config))
     if can_pack(model):
         model = copy.deepcopy(model).to(torch.bfloat16)
@@ -483,15 +473,8 @@ def open_index(
     """
     index = open_shards(Path(folder), verify)
     if model is not None:
-        _check_encoder(index, model, tokenizer, encoder)
+        check_encoder(index, model, tokenizer, encoder or default_encoder(model))
     return index
-
-
-def _check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Encoder | None) -> None:
-    wanted = _identity(model, tokenizer, encoder or default_encoder(model))
-    name = index.meta.get("encoder") or "unnamed"
-    way_out = f"Open it with the encoder that built it ({name}), or build another index."
-    check_same(index.folder, index.meta, wanted, way_out)
 
 
 class DenseRetriever(VectorRetriever):
@@ -510,7 +493,7 @@ class DenseRetriever(VectorRetriever):
         """index: a folder or what `open_index` returned; the rest: what `load_encoder` returned"""
         index = index if isinstance(index, Index) else open_index(index)
         if index.meta:
-            _check_encoder(index, model, tokenizer, encoder)
+            check_encoder(index, model, tokenizer, encoder or default_encoder(model))
         super().__init__(index, next(model.parameters()).device, across, faiss)
         self.encoding = (model, tokenizer, encoder, batch_tokens)
         self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
@@ -622,50 +605,36 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
     return model, tokenizer, encoder, batch_tokens
 
 
-def faiss_folder(cfg: RetrieverConfig) -> Path:
-    """Where a FAISS index lies: beside the dense one, named after its factory string."""
-    return Path(cfg.index, "faiss-" + re.sub(r"\W+", "-", cfg.faiss))
-
-
-def _open_bm25(cfg: RetrieverConfig) -> BM25Retriever:
-    folder = Path(cfg.index, "bm25")
-    settings = (cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers)
-    if cfg.corpus and not (cfg.index and folder.is_dir()):
-        return BM25Retriever(cfg.corpus, *settings)
-    if not cfg.index:
-        raise RetrieverError(
-            "BM25 has neither corpus nor index: give retriever.corpus=FILE, or "
-            "retriever.index=FOLDER of a saved one"
-        )
-    return BM25Retriever.open(folder, *settings)
-
-
-def _open_dense(cfg: RetrieverConfig) -> DenseRetriever:
-    if not cfg.index:
-        raise RetrieverError(
-            f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
-            "corpus=FILE encoder=FOLDER index=OUT, then give retriever.index=OUT"
-        )
-    index = open_index(Path(cfg.index, "dense"), verify=cfg.verify)  # before any model is loaded
-    faiss = None
-    if cfg.faiss:
-        faiss = FaissIndex(faiss_folder(cfg), faiss_source(index), cfg.nprobe, cfg.ef_search)
-    return DenseRetriever(index, *_load(cfg), cfg.across_ranks and dist.is_initialized(), faiss)
-
-
 def open_retriever(
     cfg: RetrieverConfig,
 ) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
     """The retriever of a configuration, from saved indexes; BM25 also in memory from the corpus."""
     if cfg.kind == "remote":
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
+    if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
+        raise RetrieverError(
+            f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
+            "corpus=FILE index=OUT (dense and hybrid: encoder=FOLDER), then give "
+            "retriever.index=OUT. For bm25 retriever.corpus=FILE does."
+        )
     same_corpus(cfg, cfg.corpus)
+    if cfg.kind != "bm25":
+        index, faiss = open_index(Path(cfg.index, "dense"), verify=cfg.verify), None
+        if cfg.faiss:  # before any model is loaded
+            folder, source = faiss_folder(cfg.index, cfg.faiss), faiss_source(index)
+            faiss = FaissIndex(folder, source, cfg.nprobe, cfg.ef_search)
+        across = cfg.across_ranks and dist.is_initialized()
+        dense = DenseRetriever(index, *_load(cfg), across, faiss)
+        if cfg.kind == "dense":
+            return dense
+    folder, settings = Path(cfg.index, "bm25"), (cfg.k1, cfg.b, cfg.query_words, cfg.analyzer)
+    if cfg.index and (folder.is_dir() or not cfg.corpus):
+        bm25 = BM25Retriever.open(folder, *settings, cfg.bm25_workers)
+    else:
+        bm25 = BM25Retriever(cfg.corpus, *settings, cfg.bm25_workers)
     if cfg.kind == "bm25":
-        return _open_bm25(cfg)
-    dense = _open_dense(cfg)
-    if cfg.kind == "dense":
-        return dense
-    return HybridRetriever(dense, _open_bm25(cfg), cfg.depth, cfg.rrf_k, cfg.weights)
+        return bm25
+    return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
 def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
@@ -695,8 +664,7 @@ def build_bm25(
 def main(cfg: RetrieverConfig) -> dict | None:
     """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; finished parts are kept.
 
-    Under torchrun every rank encodes its share of a dense index on its own GPU; rank 0 does the
-    rest and returns the report.
+    Under torchrun every rank encodes its share of a dense index; rank 0 does the rest and reports.
     """
     if cfg.kind == "remote":
         raise RetrieverError(
@@ -727,15 +695,11 @@ def _build(cfg: RetrieverConfig) -> dict | None:
             workers = min(16, max(share, 1)) if next(model.parameters()).is_cuda else 0
         parts = (model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers)
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *parts)
-        count, indexed, dim, truncated = (
-            len(index.ids),
-            index.encoded,
-            index.size,
-            index.cut_passages,
-        )
+        count, indexed, dim = len(index.ids), index.encoded, index.size
+        truncated = index.cut_passages
         if cfg.faiss and first:
             settings = (cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search)
-            build_faiss(faiss_folder(cfg), index.shards, *settings)
+            build_faiss(faiss_folder(cfg.index, cfg.faiss), index.shards, *settings)
     if not first:
         return None
     if cfg.kind != "dense":
@@ -751,41 +715,19 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """`python retriever.py check encoder=… [index=…]`: rank the sentences of demo/probes.tsv.
+    """`python retriever.py check encoder=… [index=…]`: rank a few sentences by `rank_probes`.
 
-    A line there is a question, the passage that answers it, and one that shares its words and does
-    not. A trained encoder puts nearly every answer above the passages of all other questions;
-    random weights, a wrong pooling or a wrong model put about one in fifteen there. High scores
-    mean nothing by themselves: two unrelated vectors of ANCE have a cosine above 0.95. With an
-    index: also whether this encoder built it.
+    With an index: also whether this encoder built it.
     """
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)
-    lines = Path(__file__).with_name("demo").joinpath("probes.tsv").read_text("utf-8").splitlines()
-    questions, answers, decoys = zip(*(line.split("\t") for line in lines))
+    questions, answers, others = zip(*PROBES)
     queries = encode(model, tokenizer, questions, encoder, query=True)
-    passages = encode(model, tokenizer, answers + decoys, encoder)
-    scores, n = queries @ passages.T, len(questions)  # (n, 2 n)
-    print(
-        f"{encoder}\n\n| question | rank of its answer | score | best of other questions |\n|---|---|---|---|"
-    )
-    own, ranks, first = scores.diagonal(), [], 0
-    for i, question in enumerate(questions):
-        strangers = scores[i, torch.arange(2 * n) % n != i].amax()
-        ranks.append(int((scores[i] >= own[i]).sum()))
-        first += bool(own[i] > strangers)
-        print(f"| {question} | {ranks[-1]} of {2 * n} | {own[i]:.4f} | {strangers:.4f} |")
-    print(f"\n{first} of {n} answers stand above all passages of other questions")
-    if random_looking := first < 5:
-        print(
-            f"warning: this ranking looks random ({first} of {n}). Look whether {cfg.encoder} holds "
-            "a retriever's trained weights, and pooling, prefixes and tokenizer are its own.",
-            file=sys.stderr,
-        )
-    report = {"encoder": cfg.encoder, "pooling": encoder.pooling, "dim": vector_size(model)}
-    report |= {"above_strangers": first, "questions": n, "random_looking": random_looking}
-    return report | {"mrr": round(sum(1 / r for r in ranks) / n, 4)}
+    passages = encode(model, tokenizer, answers + others, encoder)
+    print(encoder)
+    report = {"encoder": cfg.encoder, "pooling": encoder.pooling, "dim": queries.shape[1]}
+    return report | rank_probes(queries, passages)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A dense index: built on disk so that a killed build goes on, opened memory-mapped, and searched.
 
-An index folder holds fp16 shards `shard-00000.npy` …, the ids and meta.json. How texts become vectors
-is given: a tokenizer and a function from token ids to vectors.
+An index folder holds fp16 shards `shard-00000.npy` …, the ids and meta.json. How texts become
+vectors is given: a tokenizer and a function from token ids to vectors.
 
 Shapes: M passages, Q queries, D embedding size, B texts, T tokens of a row of texts.
 """
@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -97,6 +98,20 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()
+
+
+def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
+    """What of an encoder an index and its queries must share: all but the length of queries."""
+    settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
+    dim = {"dim": model.config.hidden_size}
+    return dim | settings | {"fingerprint": fingerprint(model, tokenizer)}
+
+
+def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
+    """RetrieverError where another encoder, or another setting of it, built the index."""
+    name = index.meta.get("encoder") or "unnamed"
+    way_out = f"Open it with the encoder that built it ({name}), or build another index."
+    check_same(index.folder, index.meta, encoder_identity(model, tokenizer, encoder), way_out)
 
 
 def build_shards(
@@ -262,8 +277,8 @@ def refuse_nonfinite(vectors: Tensor, rows: range, folder: Path) -> None:
         bad = (~finite).nonzero()[:, 0].tolist()
         raise RetrieverError(
             f"the vector of passage {read_ids(folder)[rows[bad[0]]]!r} is not finite in fp16 "
-            f"({len(bad)} such among {len(rows)}) and can't be ranked. Look at that passage, or use "
-            "another encoder."
+            f"({len(bad)} such among {len(rows)}) and can't be ranked. Look at that passage, or "
+            "use another encoder."
         )
 
 
@@ -345,8 +360,8 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
         shards = -(-meta["count"] // meta["shard_size"])
         done = sum(entry["rows"] for n in range(shards) if (entry := _entry(folder, n, meta)))
         raise RetrieverError(
-            f"the index at {folder} is unfinished ({done:,} of {meta['count']:,} passages); {again}: "
-            "it goes on there"
+            f"the index at {folder} is unfinished ({done:,} of {meta['count']:,} passages); "
+            f"{again}: it goes on there"
         )
     try:  # "c": private pages, so that torch takes the arrays without a copy
         shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
@@ -379,8 +394,8 @@ class VectorRetriever:
     Exact, on `device`. With `across`, in a process group, every rank holds its share of the shards,
     and `search` and `gold_ranks` are collectives: all ranks call them at the same time, each with
     its own queries (none at all is fine), and each gets its own answers from all passages.
-    With `faiss` by that index: what it does not find has no rank, and `gold_ranks` reads the list of
-    the best `cutoff` passages (and as many more as there are golds), by the scores that FAISS gives.
+    With `faiss` by that index: what it does not find has no rank, and `gold_ranks` reads the list
+    of the best `cutoff` passages (and as many more as there are golds), by FAISS's scores.
     """
 
     def __init__(
@@ -492,6 +507,11 @@ class VectorRetriever:
         return out[own]
 
 
+def faiss_folder(index: str, factory: str) -> Path:
+    """Where a FAISS index lies: beside the dense one, named after its factory string."""
+    return Path(index, "faiss-" + re.sub(r"\W+", "-", factory))
+
+
 def faiss_source(index: Index) -> dict:
     """What of a dense index a FAISS index of it depends on."""
     keys = ("count", "dim", "corpus", "fingerprint", "pooling", "normalise")
@@ -568,7 +588,7 @@ class PackedModel:
         return out.last_hidden_state[0]
 
     def vectors(self, tokens: list[np.ndarray], encoder: Any) -> Tensor:
-        """(B, D) float32 vectors of B texts that fill a row, on the device; does not wait for it."""
+        """(B, D) float32 vectors of B texts that fill a row, on the device, not waited for."""
         device = next(self.model.parameters()).device
         lengths = np.array([len(t) for t in tokens])
         ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)

@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 import retriever
+from search.probes import PROBES
 from retriever import ANCE, check, encode, load_encoder, RetrieverConfig
 from search.passages import RetrieverError
 from test_retriever import tiny_ance
 from tiny import tiny_encoder
 
 ROOT = Path(__file__).resolve().parent.parent
-PROBES = [line.split("\t") for line in (ROOT / "demo/probes.tsv").read_text("utf-8").splitlines()]
+
 
 # What lies in the two public checkpoints beside roberta.*, embeddingHead.* and norm.*: Pyserini's has the pooler that its
 # RobertaModel makes, the one of ConvDR's training code the classifier of the class that it derives from.

@@ -1074,7 +1074,7 @@ def test_main_builds_and_open_retriever_opens(tmp_path):
     cfg.kind, cfg.query_prefix = "dense", "query: "
     with pytest.raises(RetrieverError, match="query_prefix"):
         open_retriever(cfg)
-    for bad, message in ((RetrieverConfig(), "neither corpus nor index"),
+    for bad, message in ((RetrieverConfig(), "kind=bm25 needs an index"),
                          (RetrieverConfig(kind="dense"), "needs an index"),
                          (RetrieverConfig(kind="dense", index=str(tmp_path / "x")), "python retriever.py"),
                          (RetrieverConfig(index=str(tmp_path / "x")), "python retriever.py")):
