@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from data import Passage, located_passages
 from distributed import broadcast_object, gather_objects
@@ -534,11 +535,9 @@ def _packed_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **_
 ) -> tuple[Tensor, None]:
     """Attention of packed texts, (1, H, T, d) each → (1, T, H, d); every text sees itself alone."""
-    from torch.nn.attention import varlen
-
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, d)
     texts = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    return varlen.varlen_attn(query, key, value, *texts, scale=scaling)[None], None
+    return varlen_attn(query, key, value, *texts, scale=scaling)[None], None
 
 
 class PackedModel:
