@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import sys
 import textwrap
@@ -377,7 +378,9 @@ def save_config(cfg: Any, path: str) -> None:
 
 def help_text(cls: type) -> str:
     """Usage and one line a knob: `key: type = default   meaning`."""
-    first = (inspect.getdoc(sys.modules[cls.__module__]) or "").split("\n")[0]
+    entry = sys.modules["__main__"]  # the tool, which may have its configuration from another file
+    module = entry if getattr(entry, cls.__name__, None) is cls else sys.modules[cls.__module__]
+    first = (inspect.getdoc(module) or "").split("\n")[0]
     lines = [
         first,
         "",
@@ -415,6 +418,14 @@ def _on_sigterm(signum: int, frame: Any) -> None:
     raise SystemExit(128 + signum)
 
 
+def _reader_gone() -> bool:
+    """Has whoever read this process's stdout or stderr, such as `head -1`, closed the pipe?"""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def run(
     cls: type,
     main: Callable[[Any], dict | None],
@@ -425,8 +436,8 @@ def run(
     a stated status.
 
     0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or
-    unreadable file; 130 after Ctrl-C, 143 after SIGTERM; anything else is a bug and shows its
-    traceback (1). `status_file`: a file of this name in the folder `out` tells status and reason of
+    unreadable file; 130 after Ctrl-C, 143 after SIGTERM, 141 (quietly) when the reader of its output
+    is gone; anything else is a bug and shows its traceback (1). `status_file`: a file of this name in the folder `out` tells status and reason of
     a run that did not end well: torchrun's own status is 1 whatever happened.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -441,18 +452,22 @@ def run(
         if note and os.path.exists(note) and os.environ.get("RANK", "0") == "0":
             os.remove(note)
         result = main(cfg)
+        if result is not None:
+            print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except BaseException as e:
         status, reason = exit_reason(e)
         if note and status != 0 and os.path.isdir(os.path.dirname(note)):
             _note_status(note, status or 1, reason)
         if status is None:
             raise
-        if not isinstance(e, SystemExit):
+        if reason and not isinstance(e, SystemExit):
             print(reason, file=sys.stderr)
         raise SystemExit(status) from None
-    if result is not None:
-        sys.stdout.flush()
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # else the interpreter tries again at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def exit_reason(e: BaseException) -> tuple[int | None, str]:
@@ -461,6 +476,8 @@ def exit_reason(e: BaseException) -> tuple[int | None, str]:
         return e.code if isinstance(e.code, int) else 1, f"stopped with status {e.code}"
     if isinstance(e, KeyboardInterrupt):
         return 130, "stopped by Ctrl-C"
+    if isinstance(e, BrokenPipeError) and _reader_gone():
+        return 128 + signal.SIGPIPE, ""
     if isinstance(e, OSError) and e.errno is not None:
         return 1, f"error: {e.filename}: {e.strerror}" if e.filename else f"error: {e.strerror}"
     return getattr(e, "exit_status", None), f"error: {e}"

@@ -15,6 +15,8 @@ import gzip
 import io
 import json
 import re
+import string
+import unicodedata
 import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, Iterator
@@ -448,6 +450,14 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
     return kept, len(turns) - len(kept)
 
 
+def _scorable(gold: str) -> bool:
+    """Is anything left of a golden answer when it is normalised for scoring?"""
+    return any(
+        c not in string.punctuation and unicodedata.category(c)[0] not in "CZ"
+        for c in unicodedata.normalize("NFKC", gold)
+    )
+
+
 def read_questions(path: str) -> list[Question]:
     """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional
     `metadata`."""
@@ -457,10 +467,11 @@ def read_questions(path: str) -> list[Question]:
         where = f"{path}:{number}"
         key = _new_id(row, "id", where, seen)
         golds = as_texts(row.get("golden_answers"))
-        if golds is None or not "".join(golds).strip():
+        if golds is None or not any(map(_scorable, golds)):
             raise DataError(
                 f"{where}: golden_answers of {key} must be a list of strings with one that is not "
-                f"blank, not {str(row.get('golden_answers'))[:80]}"
+                "blank or punctuation alone (scoring drops both), not "
+                f"{str(row.get('golden_answers'))[:80]}"
             )
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
@@ -468,7 +479,7 @@ def read_questions(path: str) -> list[Question]:
                 f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
             )
         questions.append(
-            Question(key, _question(row, where), [g for g in golds if g.strip()], metadata)
+            Question(key, _question(row, where), list(filter(_scorable, golds)), metadata)
         )
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 import time
 from dataclasses import dataclass, field, replace
@@ -612,8 +611,6 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         for key in ("model", "train", "out")
         if not getattr(cfg, key)
     ]
-    if os.path.isfile(cfg.out):
-        wrong.append(f"out={cfg.out} is a file; name a folder")
     if left_over:
         wrong.append(
             f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never "
@@ -635,6 +632,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         wrong.append(f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]")
     if wrong:
         raise config.ConfigError(wrong[0])
+    runs.claim_folder(cfg.out, "grpo.py")
     check_engine(cfg.engine, equal_calls=not episodes)
     if episodes:
         episode.check_episode(cfg.episode, cfg.task)

@@ -69,7 +69,7 @@ from prompts import (
     rewrite_prompt,
 )
 from retriever import RetrieverConfig, retriever_settings
-from reward import ANSWER_METRICS, parse_response
+from reward import ANSWER_METRICS, parse_paper_inference, parse_response
 from rollout import check_engine
 from runs import Progress, check_settings, naming, only_writer, path_with_digest, write_jsonl
 
@@ -113,7 +113,8 @@ class InferConfig:
     seed: int = 0
     """of the draws; without effect at temperature 0"""
     parser: Literal["strict", "paper"] = "strict"
-    """what counts as well formed (reward.parse_response)"""
+    """what counts as well formed (reward.parse_response); `paper`: as the original's inference
+    (reward.parse_paper_inference)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
     chunk: Annotated[int, at_least(1)] = 64
@@ -187,7 +188,7 @@ def prompt_digest(prompt_ids: list[int]) -> str:
 def output_row(turn: Turn, sample: int, rollout: Rollout, tokenizer, parser: str) -> dict:
     """The line of one sample."""
     text = decode_response(tokenizer, rollout.response_ids)
-    parsed = parse_response(text, parser)
+    parsed = parse_paper_inference(text) if parser == "paper" else parse_response(text)
     rewrite = data.one_line(parsed.rewrite or "")
     status = rollout.end
     if status in ("eos", "stop", "length"):

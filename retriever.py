@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal, Sequence
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from config import run, save_config
 from data import located_lines
 from distributed import cleanup, setup
-from runs import Progress, only_writer, path_with_digest
+from runs import Progress, claim_folder, only_writer
 from search.bm25 import BM25Retriever, build_postings
 from search.client import RemoteRetriever, RetrieverAway  # noqa: F401  names of this module, too
 from search.dense_index import (  # noqa: F401
@@ -55,11 +55,13 @@ from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
 from search.passages import (  # noqa: F401
     FAILED,
+    RetrieverConfig,
     RetrieverError,
-    check_corpus,
     check_queries,
     check_same,
     read_meta,
+    retriever_settings,
+    same_corpus,
     survey,
 )
 from search.probes import PROBES, rank_probes
@@ -514,85 +516,6 @@ class DenseRetriever(VectorRetriever):
 # --------------------------------------------------------------------------- configuration, entry
 
 
-@dataclass
-class RetrieverConfig:
-    kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
-    """which retriever: words (bm25), vectors (dense), both fused (hybrid), what serve.py serves elsewhere (remote)"""
-    corpus: str = ""
-    """corpus file (JSONL or TSV): what an index is built from; without a saved one, BM25 is built from it in memory"""
-    index: str = ""
-    """folder of saved indexes, with subfolders dense/ and bm25/"""
-    encoder: str = ""
-    """local folder or hub name of the encoder (ANCE, E5, MiniLM, …)"""
-    pooling: Literal["auto", "ance", "mean", "first"] = "auto"
-    """how token states become a vector; auto: as the model's files say"""
-    normalise: bool | None = None
-    """L2-normalise vectors; unset: as the model's files say"""
-    query_prefix: str | None = None
-    """text put before queries; unset: 'query: ' for E5, none otherwise"""
-    passage_prefix: str | None = None
-    """text put before passages; unset: 'passage: ' for E5, none otherwise"""
-    query_length: int | None = None
-    """tokens a query may have; unset: 512 or the model's limit"""
-    passage_length: int | None = None
-    """tokens a passage may have; unset: 384 or the model's limit"""
-    batch_tokens: int = 0
-    """tokens of one encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
-    shard_size: int = 65536
-    """passages of one index file; a killed build loses at most one or two of them on every rank"""
-    workers: int = -1
-    """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
-    across_ranks: bool = False
-    """dense, under torchrun: each rank holds its share of the vectors, all ranks search together (task rewrite)"""
-    verify: bool = False
-    """when an index is opened: compare the checksums of a dense one, and corpus with what was indexed; reads all"""
-    faiss: str = ""
-    """factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32, …); empty: exact search"""
-    nprobe: int | None = None
-    """FAISS: lists of an IVF index that a search looks at; unset: as the index was saved, 32 when it is built"""
-    ef_search: int | None = None
-    """FAISS: width of the front in an HNSW graph; unset: as the index was saved, 128 when it is built"""
-    device: str = "auto"
-    """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
-    k1: float = 0.9
-    """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
-    b: float = 0.4
-    """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
-    query_words: int = 1024
-    """BM25: words of a query that are used"""
-    analyzer: Literal["lucene", "snowball"] = "lucene"
-    """BM25: lucene agrees with Lucene and Anserini to the bit; snowball is bm25s' tokeniser with PyStemmer's English"""
-    bm25_workers: int = 1
-    """BM25: processes that build an index, and that share the queries of one batch"""
-    depth: int = 100
-    """hybrid: places used of either list, at least 50"""
-    rrf_k: int = 60
-    """hybrid: the constant of reciprocal rank fusion"""
-    weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
-    """hybrid: weights of dense and BM25"""
-    url: str = ""
-    """remote: address of the server, such as http://127.0.0.1:8000"""
-    timeout: float = 120.0
-    """remote: seconds for the answer to one request"""
-    retries: int = 8
-    """remote: further tries of a request, after 1, 2, 4, … up to 30 seconds: 8 bridge a restart of about two minutes"""
-    request_queries: int = 128
-    """remote: queries of one request"""
-
-
-def retriever_settings(r: RetrieverConfig) -> dict:
-    """What of a retriever decides its ranks: not how fast it is or where it runs."""
-    files = {"corpus": r.corpus, "encoder": r.encoder}
-    for kind in ("bm25", "dense"):
-        files[f"index {kind}"] = r.index and os.path.join(r.index, kind)
-    free = {"corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout"}
-    free |= {"retries", "request_queries", "workers", "verify", "across_ranks"}
-    free |= set() if r.faiss else {"nprobe", "ef_search"}
-    settings = {key: path_with_digest(path) for key, path in files.items()}
-    settings |= {key: value for key, value in asdict(r).items() if key not in free}
-    return {f"retriever.{key}": value for key, value in settings.items()}
-
-
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
     """Model, tokenizer, settings and batch size of a configured encoder."""
     if not cfg.encoder:
@@ -637,15 +560,6 @@ def open_retriever(
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
-def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
-    """RetrieverError where a saved index of `cfg` was not built from this corpus file as it is."""
-    if corpus and cfg.index:
-        folders = [
-            Path(cfg.index, kind) for kind in ("dense", "bm25") if cfg.kind in (kind, "hybrid")
-        ]
-        check_corpus([folder for folder in folders if folder.is_dir()], corpus, cfg.verify)
-
-
 def build_bm25(
     folder: Path, corpus: str | os.PathLike, analyzer: str = "lucene", workers: int = 1
 ) -> tuple[int, int]:
@@ -675,6 +589,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
             f"building needs corpus and index; corpus is {cfg.corpus!r}, index {cfg.index!r}. Give "
             "corpus=FILE index=FOLDER."
         )
+    claim_folder(cfg.index, "retriever.py")
     if "RANK" in os.environ:
         setup()
     try:

@@ -16,6 +16,7 @@ import time
 from typing import Iterable
 
 import data
+from config import ConfigError
 from data import DataError
 
 
@@ -109,6 +110,44 @@ def only_writer(folder: str, name: str = ""):
         os.close(handle)
         if made and not os.listdir(folder):
             os.rmdir(folder)
+
+
+# A key of config.yaml that only this tool's configuration has, in every version.
+OWN_KEYS = {
+    "grpo.py": "group_size",
+    "sft.py": "keep_per_turn",
+    "retriever.py": "shard_size",
+    "evaluate.py": "relevant_from",
+}
+
+
+def folder_owner(folder: str) -> str:
+    """The tool that made an output folder, as its files tell; empty where they do not."""
+    if os.path.exists(os.path.join(folder, "made.json")):
+        return "prepare.py"
+    if any(os.path.exists(os.path.join(folder, kind, "meta.json")) for kind in ("dense", "bm25")):
+        return "retriever.py"  # an index, finished or not
+    try:
+        with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as f:
+            keys = set(re.findall(r"^(\w+):", f.read(), re.MULTILINE))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return next((tool for tool, key in OWN_KEYS.items() if key in keys), "")
+
+
+def claim_folder(out: str, tool: str) -> None:
+    """ConfigError where `out` is a file, or a folder that another tool than `tool` made.
+
+    Call it before anything is read or written. New folders, and those that no tool is known to have
+    made, may be used.
+    """
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise ConfigError(f"out={out} is a file; name a folder")
+    if (owner := folder_owner(out)) not in ("", tool):
+        raise ConfigError(
+            f"out={out} was made by {owner}, and a folder belongs to the tool that made it; "
+            f"give {tool} another one"
+        )
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:

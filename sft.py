@@ -59,6 +59,7 @@ from rollout import check_engine
 from runs import (
     append_metrics,
     begin_metrics,
+    claim_folder,
     only_writer,
     path_with_digest,
     read_json,
@@ -436,9 +437,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     if result := targets.read_result(result_path):
         return result
     tokenizer = load_tokenizer(cfg.model)
-    examples, dropped = (targets.make_trajectory_examples if agentic else targets.make_examples)(
-        records, tokenizer, cfg, path
-    )
+    examples, dropped = targets.make_examples(records, tokenizer, cfg, path, agentic)
     rows, heldout = targets.split_heldout(examples, cfg.heldout_fraction, cfg.seed)
     steps = steps_per_epoch(len(rows), cfg)
     print0(
@@ -596,6 +595,7 @@ def check(cfg: SFTConfig) -> None:
     if len(cfg.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f"betas={cfg.betas}; AdamW takes two, in [0, 1)")
     check_engine(cfg.engine)
+    claim_folder(cfg.out, "sft.py")
 
 
 def main(cfg: SFTConfig) -> dict | None:

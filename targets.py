@@ -236,6 +236,7 @@ class Example:
     tokens: list[int]  # T+1
     loss_mask: list[int]  # T
     conversation_id: str
+    well_formed: bool = True  # the target of a turn: one think block and one rewrite block
 
 
 def human_response(question: str, rewrite: str) -> str:
@@ -246,84 +247,68 @@ def human_response(question: str, rewrite: str) -> str:
     return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
 
 
-def make_examples(turns: list[Turn], tokenizer, cfg, path: str) -> tuple[list[Example], Counter]:
-    """Rows (zero-shot prompt, target, EOS), and how many turns were dropped why. DataError if none
-    is left."""
-    eos_id = eos_token_ids(tokenizer)[0]
-    examples, dropped, malformed = [], Counter(), 0
-    instruction = read_instruction(cfg.instruction)
-    for turn in turns:
-        target = turn.response
-        if cfg.target == "rewrite":
-            target = (
-                human_response(turn.question, turn.rewrite)
-                if (turn.rewrite or "").strip()
-                else None
-            )
-        if not (target or "").strip():
-            dropped[f"without {cfg.target}"] += 1
-            continue
-        malformed += not parse_response(target).well_formed
-        prompt_ids = encode_chat(tokenizer, rewrite_prompt(turn, instruction))
-        example = Example(
-            *encode_example(tokenizer, prompt_ids, target, eos_id), turn.conversation_id
-        )
-        if len(example.tokens) > cfg.max_length:
+def make_examples(
+    records: list, tokenizer, cfg, path: str, agentic: bool = False
+) -> tuple[list[Example], Counter]:
+    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why.
+
+    DataError if none is left.
+    """
+    make = trajectory_example if agentic else turn_example
+    examples, dropped = [], Counter()
+    for record in records:
+        try:
+            made = make(record, tokenizer, cfg)
+        except DataError as e:
+            raise DataError(f"{path}: {e}") from e
+        if isinstance(made, str):
+            dropped[made] += 1
+        elif len(made.tokens) > cfg.max_length:
             dropped[f"longer than {cfg.max_length} tokens"] += 1
         else:
-            examples.append(example)
+            examples.append(made)
     if not examples:
         why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        wanted = "trajectories that end in an answer" if agentic else f"turns with a `{cfg.target}`"
         raise DataError(
-            f"{path}: none of its {len(turns)} turns can be trained on ({why}); raise max_length, "
-            "or give "
-            f"turns with a `{cfg.target}`"
+            f"{path}: none of its {len(records)} records can be trained on ({why}); raise "
+            f"max_length, or give {wanted}"
         )
+    malformed = sum(not e.well_formed for e in examples)
     if malformed:
         print0(
-            f"note: {malformed} of the {len(turns)} targets of {path} are not one think block and "
-            "one rewrite block; "
-            "they are trained, but inference and rewards will call such responses malformed"
+            f"note: {malformed} of the {len(examples)} targets of {path} are not one think block "
+            "and one rewrite block; they are trained, but inference and rewards will call such "
+            "responses malformed"
         )
     return examples, dropped
 
 
-def make_trajectory_examples(
-    rows: list[dict], tokenizer, cfg, path: str
-) -> tuple[list[Example], Counter]:
-    """Rows whose assistant's turns are trained, and how many were dropped why. DataError if none is
-    left."""
-    examples, dropped = [], Counter()
-    for row in rows:
-        if row.get("error"):
-            dropped["failed for a technical reason"] += 1
-        elif row.get("end", "answered") not in ENDED:
-            dropped[f"ended as {row['end']}"] += 1
-        elif row["messages"][-1]["role"] != "assistant" or trajectories.is_blank(
-            row["messages"][-1]
-        ):
-            dropped["without a last answer"] += 1
-        else:
-            try:
-                example = Example(
-                    *trajectories.encode(tokenizer, row), trajectories.question_key(row)
-                )
-            except DataError as e:
-                raise DataError(f"{path}: {e}") from e
-            if not any(example.loss_mask):
-                dropped["without a turn to train"] += 1
-            elif len(example.tokens) > cfg.max_length:
-                dropped[f"longer than {cfg.max_length} tokens"] += 1
-            else:
-                examples.append(example)
-    if not examples:
-        why = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise DataError(
-            f"{path}: none of its {len(rows)} trajectories can be trained on ({why}); raise "
-            "max_length, or "
-            "give trajectories that end in an answer"
-        )
-    return examples, dropped
+def turn_example(turn: Turn, tokenizer, cfg) -> Example | str:
+    """The row of a turn (zero-shot prompt, target, EOS), or why it has none."""
+    target = turn.response
+    if cfg.target == "rewrite":
+        target = human_response(turn.question, turn.rewrite) if turn.rewrite else ""
+    if not (target or "").strip() or (cfg.target == "rewrite" and not turn.rewrite.strip()):
+        return f"without {cfg.target}"
+    chat = rewrite_prompt(turn, read_instruction(cfg.instruction))
+    tokens, mask = encode_example(
+        tokenizer, encode_chat(tokenizer, chat), target, eos_token_ids(tokenizer)[0]
+    )
+    return Example(tokens, mask, turn.conversation_id, parse_response(target).well_formed)
+
+
+def trajectory_example(row: dict, tokenizer, cfg) -> Example | str:
+    """The row of a trajectory, in which the assistant's turns are trained, or why it has none."""
+    if row.get("error"):
+        return "failed for a technical reason"
+    if row.get("end", "answered") not in ENDED:
+        return f"ended as {row['end']}"
+    last = row["messages"][-1]
+    if last["role"] != "assistant" or trajectories.is_blank(last):
+        return "without a last answer"
+    example = Example(*trajectories.encode(tokenizer, row), trajectories.question_key(row))
+    return example if any(example.loss_mask) else "without a turn to train"
 
 
 def split_heldout(

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Baselines without any training: (raw question, given rewrite, whole context) x (BM25, MiniLM, both fused) on the test splits.
+# Baselines without any training: rules (raw, first, first + raw, previous + raw question, whole context) and the given rewrite
+# x (BM25, MiniLM, both fused) on the test splits.
 #   bench/baselines.sh DATA ENCODER WORK [OUT]        PY=python3 chooses the interpreter, SETS="canard mtrag" the data sets
 # DATA holds canard/ and mtrag/ (corpus.jsonl, test.jsonl, test.qrels), ENCODER all-MiniLM-L6-v2 (prepare.py model name=minilm).
 # WORK takes the indexes (kept, and continued after a kill: mtrag's 13,101 passages take half an hour on a busy core) and the
@@ -12,7 +13,7 @@ for set in $sets; do
   "$py" retriever.py kind=hybrid corpus="$data/$set/corpus.jsonl" encoder="$encoder" index="$work/$set" shard_size=2048
 done
 "$py" evaluate.py sets="${sets// /,}" turns="$data/@set/test.jsonl" qrels="$data/@set/test.qrels" \
-  corpus="$data/@set/corpus.jsonl" query=question,rewrite,context out="$work/baselines" \
+  corpus="$data/@set/corpus.jsonl" query=question,first,first+question,previous+question,context,rewrite out="$work/baselines" \
   "retrievers={BM25: {kind: bm25, index: '$work/@set'}, MiniLM: {kind: dense, index: '$work/@set', encoder: '$encoder'},
                hybrid: {kind: hybrid, index: '$work/@set', encoder: '$encoder'}}"
 for set in $sets; do

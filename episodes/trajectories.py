@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import data
 from data import DataError
-from episodes.episode import encode_trajectory, template_knows_tools
 from prompts import (control_strings, defuse, eos_token_ids, render_chat, special_strings,
                      spell_tools, without_eos)
 
@@ -125,6 +124,8 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 
     DataError: a template that leaves out what would be trained, or writes earlier turns anew.
     """
+    from episodes.episode import encode_trajectory  # needs torch
+
     if row.get("task") in ("search", "agent") and all("text" in m for m in row["messages"] if m["role"] == "assistant"):
         return encode_trajectory(tokenizer, row)
     return encode_messages(tokenizer, row["messages"], row["tools"], str(row.get("rollout_id")))
@@ -137,6 +138,8 @@ def encode_messages(tokenizer, messages: list[dict], tools: list[dict], where: s
     Each stretch is encoded alone, as rollouts are, so no token spans a border.  It is checked that the whole chat
     begins with every shorter one and that every text, call and thought stands in its turn.
     """
+    from episodes.episode import template_knows_tools  # needs torch
+
     chat = _template_form(messages, tokenizer, where)
     written = iter([m for m in chat if m["role"] == "assistant"])
     trained = iter([int(m.get("weight") != 0 and m.get("loss") != 0) for m in messages if m["role"] == "assistant"])
@@ -229,7 +232,7 @@ def _check_turn(turn: str, message: dict, template: str) -> None:
 def succeeded(row: dict, rule: Rule) -> bool:
     """EM = 1, or F1 >= 0.8; a row that failed for a technical reason, or without scores, has not."""
     score = row.get("metric_score") or {}
-    return not row.get("error") and (score.get("em", 0) >= 1 if rule == "em" else score.get("f1", 0) >= F1_SUCCESS)
+    return not row.get("error") and ((score.get(rule) or 0) >= (1 if rule == "em" else F1_SUCCESS))
 
 
 def tool_calls(row: dict) -> int:

@@ -1,15 +1,11 @@
-"""Answers of the search and agent tasks: files of predictions, their scores, FlashRAG's two result files.
+"""Files of predicted answers (tasks search and agent), their scores, FlashRAG's two result files.
 
-A file of its own because it knows questions and episodes, while `evaluate.py`, which calls it and adds intervals and
-paired tests, knows runs and turns.  The formulas are `reward.answer_metrics`.  What is decided here:
-
-1. Means are over ALL questions of the questions file.  One without a prediction scores zero and is counted as
-   `missing`, one whose episode failed technically (`error`) scores zero and is counted as `errors`; predictions for
-   other questions are ignored and counted as `extra`.  Several rollouts of a question: the one of number `sample`.
-2. `well_formed` is the share of all questions whose response kept its task's format.  `searches` is the mean over the
-   episodes that there are.  Both come from trajectory files (infer.py) only.
-3. `gold_recall` and `all_gold` are means over the judged questions: those with a relevant passage in the qrels.  They
-   need the ids that an episode retrieved; an episode without searches has retrieved nothing.
+1. Means are over ALL questions of the questions file. One without a prediction (`missing`) and one
+   whose episode failed for a technical reason (`errors`) score zero.
+2. `well_formed` is the share of all questions whose response kept the form; `searches` is the mean
+   over the episodes that there are. Both come from files of infer.py only.
+3. `gold_recall` and `all_gold` are means over the questions that have a relevant passage in the
+   qrels. An episode without searches has retrieved nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +14,14 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
-from data import DataError, Question, read_array, read_jsonl
-from reward import all_gold, ANSWER_METRICS, answer_metrics, gold_recall
+from data import DataError, Question, as_text, as_texts, read_array, read_jsonl
+from reward import ANSWER_METRICS, all_gold, answer_metrics, gold_recall
 from runs import atomic_write
+from scoring.ranking import Scores
 
-Scores = dict[str, dict[str, float]]  # question id → metric → value
-FORMS = '{"id", "prediction"}, a line of infer.py\'s trajectory.jsonl, or FlashRAG\'s {"id", "output": {"pred"}}'
+FORMS = '{"id", "prediction"}, a line of infer.py, or FlashRAG\'s {"id", "output": {"pred"}}'
 
 
 @dataclass
@@ -43,111 +39,135 @@ class Prediction:
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
     """Question id → prediction, from JSONL, or from FlashRAG's intermediate_data.json.
 
-    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`; lines without are 0.
-    DataError names file, line and reason: no prediction in it, a wrong type, a question answered twice.
+    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`.
+    DataError: no prediction, a wrong type, a question answered twice.
     """
-    rows: Iterator[tuple[str, dict]] = read_array(path) if path.endswith(".json") else (
-        (f"{path}:{number}", row) for number, row in read_jsonl(path))
+    if path.endswith(".json"):
+        rows = read_array(path)
+    else:
+        rows = ((f"{path}:{number}", row) for number, row in read_jsonl(path))
     predictions: dict[str, Prediction] = {}
-    for where, row in rows:
+    for location, row in rows:
         output = row["output"] if isinstance(row.get("output"), dict) else {}
-        question = row.get("id")
-        question = str(question) if isinstance(question, int) and not isinstance(question, bool) else question
+        question = as_text(row.get("id"))
         places = (("pred", row), ("prediction", row), ("pred", output))
-        key, holder = next(((key, holder) for key, holder in places if key in holder), ("", {}))
+        key, holder = next((place for place in places if place[0] in place[1]), ("", {}))
         answer = holder.get(key)
-        if not isinstance(question, str) or not key or not isinstance(answer, str | None):
-            raise DataError(f"{where}: id is {question!r} and the prediction "
-                            f"{f'is {answer!r}' if key else 'is absent'}; a line is one of {FORMS}, with strings")
-        if _sample(row, where) != sample:
+        if question is None or not key or (answer is not None and as_text(answer) is None):
+            raise DataError(
+                f"{location}: id is {row.get('id')!r} and the prediction "
+                f"{f'is {answer!r}' if key else 'is absent'}; a line is {FORMS}, with strings"
+            )
+        if _sample(row, location) != sample:
             continue
         if question in predictions:
-            raise DataError(f"{where}: question {question!r} is answered a second time; number the rollouts: sample")
-        response = _typed(*((row, "answer") if "answer" in row else (output, "final_response")), str, where)
+            raise DataError(
+                f"{location}: question {question!r} is answered a second time; number the rollouts "
+                "(`sample`)"
+            )
+        holder, key = (row, "answer") if "answer" in row else (output, "final_response")
+        retrieved = _typed(row, "retrieved", list, location)
+        retrieved = None if retrieved is None else as_texts(retrieved)
+        if retrieved is None and row.get("retrieved") is not None:
+            raise DataError(f"{location}: retrieved must be a list of passage ids, or null")
         predictions[question] = Prediction(
-            answer or "", response, _typed(row, "well_formed", bool, where), _typed(row, "searches", int, where),
-            _ids(row, where), _typed(row, "error", str, where))
+            as_text(answer) or "",
+            _typed(holder, key, str, location),
+            _typed(row, "well_formed", bool, location),
+            _typed(row, "searches", int, location),
+            retrieved,
+            _typed(row, "error", str, location),
+        )
     if not predictions:
-        raise DataError(f"{path}: no predictions with sample {sample}; the file must hold at least one")
+        raise DataError(f"{path}: no predictions with sample {sample}; there must be at least one")
     return predictions
 
 
-def _sample(row: dict, where: str) -> int:
+def _sample(row: dict, location: str) -> int:
     number = row.get("sample", str(row.get("rollout_id", "")).partition("#")[2] or 0)
     if not re.fullmatch("[0-9]{1,9}", str(number)):
-        raise DataError(f"{where}: sample {str(number)[:40]!r} is no number from 0")
+        raise DataError(f"{location}: sample {str(number)[:40]!r} is no number from 0")
     return int(number)
 
 
-def _typed(row: dict, key: str, kind: type, where: str) -> Any:
+def _typed(row: dict, key: str, kind: type, location: str) -> Any:
     value = row.get(key)
     if value is not None and type(value) is not kind:
-        raise DataError(f"{where}: {key} is {str(value)[:60]!r}; it must be a {kind.__name__} or null")
+        raise DataError(
+            f"{location}: {key} is {str(value)[:60]!r}; it must be a {kind.__name__} or null"
+        )
     return value
 
 
-def _ids(row: dict, where: str) -> list[str] | None:
-    ids = row.get("retrieved")
-    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
-        raise DataError(f"{where}: retrieved is {str(ids)[:60]!r}; it must be a list of passage ids")
-    return ids
-
-
-def score_predictions(predictions: dict[str, Prediction], questions: list[Question],
-                      golds: dict[str, list[str]]) -> dict[str, Scores]:
-    """Per-question scores in three groups, each with its own denominator (rules 1 to 3); empty where nothing is known.
+def score_predictions(
+    predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
+) -> dict[str, Scores]:
+    """Per-question scores in three groups, each with its own denominator; empty where unknown.
 
     answers   all questions: ANSWER_METRICS, and `well_formed` where the file tells it
     searches  questions with an episode: `searches`
-    golds     judged questions (`golds`: question id → relevant passage ids): `gold_recall` and `all_gold`
+    golds     judged questions (`golds`: id → relevant passage ids): `gold_recall`, `all_gold`
     """
-    told = {name: any(getattr(p, name) is not None for p in predictions.values())
-            for name in ("well_formed", "retrieved")}
+    formed = any(p.well_formed is not None for p in predictions.values())
+    retrieved = any(p.retrieved is not None for p in predictions.values())
     groups: dict[str, Scores] = {"answers": {}, "searches": {}, "golds": {}}
     for question in questions:
         found = predictions.get(question.id, Prediction(""))
         row = answer_metrics("" if found.error else found.answer, question.golden_answers)
-        row |= {"well_formed": float(bool(found.well_formed))} if told["well_formed"] else {}
+        if formed:
+            row["well_formed"] = float(bool(found.well_formed))
         groups["answers"][question.id] = row
         if found.searches is not None:
             groups["searches"][question.id] = {"searches": float(found.searches)}
-        if told["retrieved"] and golds.get(question.id):
+        if retrieved and golds.get(question.id):
             pair = (found.retrieved or [], golds[question.id])
-            groups["golds"][question.id] = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
+            row = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
+            groups["golds"][question.id] = row
     return groups
 
 
 def by_type(questions: list[Question]) -> dict[str, list[str]]:
-    """Type of question (`metadata.type`, "2hop", "bridge", …) → ids; empty where there are less than two types."""
+    """Type of question (`metadata.type`, "2hop", …) → ids; empty for fewer than two types."""
     types: dict[str, list[str]] = {}
     for question in questions:
         types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
     return dict(sorted(types.items())) if len(types) > 1 else {}
 
 
-def count_predictions(predictions: dict[str, Prediction], questions: list[Question]) -> dict[str, int]:
-    """questions, missing, errors and extra of rule 1."""
+def count_predictions(
+    predictions: dict[str, Prediction], questions: list[Question]
+) -> dict[str, int]:
+    """`questions`, `missing`, `errors`, and `extra`: predictions for other questions."""
     known = {question.id for question in questions}
-    return {"questions": len(known), "missing": len(known - predictions.keys()),
-            "errors": sum(bool(p.error) for key, p in predictions.items() if key in known),
-            "extra": len(predictions.keys() - known)}
+    return {
+        "questions": len(known),
+        "missing": len(known - predictions.keys()),
+        "errors": sum(bool(p.error) for key, p in predictions.items() if key in known),
+        "extra": len(predictions.keys() - known),
+    }
 
 
-def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction], scores: Scores) -> None:
-    """`metric_score.txt` and `intermediate_data.json` as FlashRAG's Evaluator and Dataset.save write them.
+def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -> None:
+    """`metric_score.txt` and `intermediate_data.json` as FlashRAG writes them, to the byte.
 
-    path: the questions file, whose rows are carried over whole; scores: the group "answers" of `score_predictions`.
-    Equal to FlashRAG's to the byte, whole zeros of f1, precision and recall included, where golds are not empty after
-    normalisation and need no NFC (reward.py).
+    path: the questions file, whose rows are carried over whole. The scores are FlashRAG's own
+    (`answer_metrics(published=True)`); an episode that failed scores as an empty answer.
     """
-    items = []
+    items, totals = [], dict.fromkeys(ANSWER_METRICS, 0.0)
     for _, row in read_jsonl(path):
-        found, score = predictions.get(str(row["id"]), Prediction("")), scores[str(row["id"])]
-        values = {name: score[name] if name in ("em", "acc") else score[name] or 0 for name in ANSWER_METRICS}
+        found = predictions.get(str(row["id"]), Prediction(""))
+        golds = row["golden_answers"]
+        golds = list(map(str, golds)) if isinstance(golds, list) else str(golds)
+        score = answer_metrics("" if found.error else found.answer, golds, published=True)
+        totals = {name: totals[name] + score[name] for name in totals}
+        # FlashRAG starts f1, precision and recall from a whole 0
+        values = {
+            name: score[name] if name in ("em", "acc") else score[name] or 0 for name in totals
+        }
         response = {"final_response": found.response} if found.response is not None else {}
         items.append(row | {"output": response | {"pred": found.answer, "metric_score": values}})
     with atomic_write(os.path.join(folder, "metric_score.txt")) as f:
-        for name in ANSWER_METRICS:
-            f.write(f"{name}: {sum(row[name] for row in scores.values()) / len(scores)}\n")
+        for name, total in totals.items():
+            f.write(f"{name}: {total / len(items)}\n")
     with atomic_write(os.path.join(folder, "intermediate_data.json")) as f:
         json.dump(items, f, indent=4, ensure_ascii=False)

@@ -1,7 +1,5 @@
-"""Answers: the five scores against slow loops and hand values, gold passages of an episode, answer files, FlashRAG's.
-
-python -m pytest tests/test_answers.py
-"""
+"""Answers: the five scores against slow loops and hand values, gold passages of an episode, answer
+files, FlashRAG's."""
 
 import json
 import os
@@ -12,16 +10,30 @@ import unicodedata
 from types import SimpleNamespace
 
 import pytest
+
 import evaluate
 from config import ConfigError
 from data import DataError, Question, read_questions
 from episodes.episode import Episode, Round, trajectory_row
 from episodes.tools import Call
 from evaluate import EvaluateConfig
-from reward import (all_gold, ANSWER_METRICS, answer_metrics, exact_match, f1_score, gold_recall,
-                    normalize_answer, sub_exact_match)
-from scoring.answers import (count_predictions, Prediction, read_predictions, score_predictions,
-                             write_flashrag)
+from reward import (
+    ANSWER_METRICS,
+    all_gold,
+    answer_metrics,
+    exact_match,
+    f1_score,
+    gold_recall,
+    normalize_answer,
+    sub_exact_match,
+)
+from scoring.answers import (
+    Prediction,
+    count_predictions,
+    read_predictions,
+    score_predictions,
+    write_flashrag,
+)
 from scoring.ranking import bootstrap_interval
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -33,11 +45,12 @@ def put(path, rows):
     return str(path)
 
 
-# ------------------------------------------------------------------------------------------------------------- formulas
+# ----------------------------------------------------------------------------------------- formulas
+
 
 def plain(text, dropped=("a", "an", "the")):
     """Normalisation character by character and word by word: no regular expression, no table."""
-    text = unicodedata.normalize("NFC", text.lower())
+    text = unicodedata.normalize("NFKC", text).lower()
     text = "".join(c for c in text if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
     words, word = [], ""
     for c in text + " ":  # an article is a run of word characters between others
@@ -57,7 +70,7 @@ def slow(prediction, golds):
         if not g:
             continue
         best["em"] = max(best["em"], 1.0 if p == g else 0.0)
-        inside = p == g or plain(gold) and any(p[i:i + len(g)] == g for i in range(len(p)))
+        inside = p == g or plain(gold) and any(p[i : i + len(g)] == g for i in range(len(p)))
         best["acc"] = max(best["acc"], 1.0 if inside else 0.0)
         if p != g and {p, g} & {"yes", "no", "noanswer"}:
             continue
@@ -73,47 +86,104 @@ def slow(prediction, golds):
     return best
 
 
-WORDS = ["the", "a", "An", "yes", "No", "noanswer", "Lima", "lima.", "New", "York,", "U.S.A.", "-", "x-y", "Café",
-         "Cafe\u0301", "Hawai’i", "東京", "1,000", "???", "«the»", "É", "ß", "İ", "the’s"]
+WORDS = [
+    "the",
+    "a",
+    "An",
+    "yes",
+    "No",
+    "noanswer",
+    "Lima",
+    "lima.",
+    "New",
+    "York,",
+    "U.S.A.",
+    "-",
+    "x-y",
+    "Café",
+    "Cafe\u0301",
+    "Hawai’i",
+    "東京",
+    "1,000",
+    "???",
+    "«the»",
+    "É",
+    "ß",
+    "İ",
+    "the’s",
+]
 
 
 def test_scores_equal_slow_loops():
     g = random.Random(3)
     for _ in range(3000):
-        prediction, *golds = (" ".join(g.choices(WORDS, k=g.randrange(5))) for _ in range(g.randrange(1, 5)))
+        prediction, *golds = (
+            " ".join(g.choices(WORDS, k=g.randrange(5))) for _ in range(g.randrange(1, 5))
+        )
         found = answer_metrics(prediction, golds)
-        assert list(found) == list(ANSWER_METRICS) and found == slow(prediction, golds), (prediction, golds)
+        assert list(found) == list(ANSWER_METRICS) and found == slow(prediction, golds), (
+            prediction,
+            golds,
+        )
         assert normalize_answer(prediction) == plain(prediction)
-        assert found["em"] <= found["acc"] and found["em"] <= found["f1"] <= max(found["precision"], found["recall"])
-        assert (exact_match(prediction, golds), f1_score(prediction, golds), sub_exact_match(prediction, golds)) == (
-            found["em"], found["f1"], found["acc"])
+        assert found["em"] <= found["acc"] and found["em"] <= found["f1"] <= max(
+            found["precision"], found["recall"]
+        )
+        assert (
+            exact_match(prediction, golds),
+            f1_score(prediction, golds),
+            sub_exact_match(prediction, golds),
+        ) == (found["em"], found["f1"], found["acc"])
 
 
-@pytest.mark.parametrize("prediction, golds, em, f1, acc, precision, recall", [  # by hand
-    ("Paris", ["Paris"], 1, 1, 1, 1, 1),
-    ("city of Paris", ["Paris"], 0, 0.5, 1, 1 / 3, 1),
-    ("New York City", ["NYC", "New York"], 0, 0.8, 1, 2 / 3, 1),
-    ("New York", ["New York City"], 0, 0.8, 0, 1, 2 / 3),
-    ("x y", ["x", "x y z w"], 0, 2 / 3, 1, 1, 1),  # P from one gold, R from the other: their F1 would be 1
-    ("know nothing", ["no"], 0, 0, 1, 0, 0),  # a substring, not a word; F1 under the guard
-    ("no", ["no", "yes"], 1, 1, 1, 1, 1),
-    ("yes", ["no answer"], 0, 0, 0, 0, 0),
-    ("noanswer", ["yes"], 0, 0, 0, 0, 0),
-    ("yes it is", ["yes"], 0, 0, 1, 0, 0),
-    ("a b b", ["b b b"], 0, 0.8, 0, 1, 2 / 3),  # multisets; the article is gone
-    ("", ["Paris"], 0, 0, 0, 0, 0),
-    (None, ["Paris"], 0, 0, 0, 0, 0),
-    ("???", ["The"], 0, 0, 0, 0, 0),  # FlashRAG gives EM and acc 1 here: both normalise to nothing
-    ("Paris", ["the", "Rome"], 0, 0, 0, 0, 0),  # FlashRAG gives acc 1: "" is in everything
-    ("Paris", [], 0, 0, 0, 0, 0),
-    ("3.5", "35", 1, 1, 1, 1, 1),
-])
+@pytest.mark.parametrize(
+    "prediction, golds, em, f1, acc, precision, recall",
+    [  # by hand
+        ("Paris", ["Paris"], 1, 1, 1, 1, 1),
+        ("city of Paris", ["Paris"], 0, 0.5, 1, 1 / 3, 1),
+        ("New York City", ["NYC", "New York"], 0, 0.8, 1, 2 / 3, 1),
+        ("New York", ["New York City"], 0, 0.8, 0, 1, 2 / 3),
+        (
+            "x y",
+            ["x", "x y z w"],
+            0,
+            2 / 3,
+            1,
+            1,
+            1,
+        ),  # P from one gold, R from the other: their F1 would be 1
+        ("know nothing", ["no"], 0, 0, 1, 0, 0),  # a substring, not a word; F1 under the guard
+        ("no", ["no", "yes"], 1, 1, 1, 1, 1),
+        ("yes", ["no answer"], 0, 0, 0, 0, 0),
+        ("noanswer", ["yes"], 0, 0, 0, 0, 0),
+        ("yes it is", ["yes"], 0, 0, 1, 0, 0),
+        ("a b b", ["b b b"], 0, 0.8, 0, 1, 2 / 3),  # multisets; the article is gone
+        ("", ["Paris"], 0, 0, 0, 0, 0),
+        (None, ["Paris"], 0, 0, 0, 0, 0),
+        (
+            "???",
+            ["The"],
+            0,
+            0,
+            0,
+            0,
+            0,
+        ),  # FlashRAG gives EM and acc 1 here: both normalise to nothing
+        ("Paris", ["the", "Rome"], 0, 0, 0, 0, 0),  # FlashRAG gives acc 1: "" is in everything
+        ("Paris", [], 0, 0, 0, 0, 0),
+        ("3.5", "35", 1, 1, 1, 1, 1),
+    ],
+)
 def test_hand_values(prediction, golds, em, f1, acc, precision, recall):
-    assert list(answer_metrics(prediction, golds).values()) == pytest.approx([em, f1, acc, precision, recall])
+    assert list(answer_metrics(prediction, golds).values()) == pytest.approx(
+        [em, f1, acc, precision, recall]
+    )
 
 
 def test_many_aliases_take_the_best_one():
-    golds = [f"alias {i} of it" for i in range(193)] + ["Mask of Fu Manchu"]  # 2WikiMultihopQA has up to 194
+    golds = [f"alias {i} of it" for i in range(193)] + [
+        "Mask of Fu Manchu"
+    ]  # 2WikiMultihopQA has up to 194
     assert answer_metrics("The Mask of Fu Manchu", golds)["em"] == 1.0
 
 
@@ -131,41 +201,104 @@ def test_gold_passages_of_an_episode():
         gold_recall("abc", ["a"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
-QUESTIONS = [{"id": f"q{i}", "question": f"question {i}?", "golden_answers": golds} for i, golds in enumerate(
-    [["Lima"], ["yes"], ["New York City", "NYC"], ["Frank Herbert"], ["7"]])]
+QUESTIONS = [
+    {"id": f"q{i}", "question": f"question {i}?", "golden_answers": golds}
+    for i, golds in enumerate(
+        [["Lima"], ["yes"], ["New York City", "NYC"], ["Frank Herbert"], ["7"]]
+    )
+]
 TRAJECTORIES = [  # as infer.py writes them, as far as this file reads
-    {"rollout_id": "q0#0", "id": "q0", "pred": "Lima", "answer": "<answer>Lima</answer>", "error": None,
-     "well_formed": True, "searches": 2, "retrieved": ["a", "x", "b"]},
-    {"rollout_id": "q0#1", "id": "q0", "pred": "Rome", "error": None, "well_formed": False, "searches": 9,
-     "retrieved": []},
-    {"rollout_id": "q1#0", "id": "q1", "pred": "", "answer": "", "error": None, "well_formed": False, "searches": 0,
-     "retrieved": []},
-    {"rollout_id": "q2#0", "id": "q2", "pred": "New York", "error": "tool_error: time-out", "well_formed": False,
-     "searches": 1, "retrieved": ["c"]},
-    {"rollout_id": "zz#0", "id": "zz", "pred": "x", "error": None, "well_formed": True, "searches": 50,
-     "retrieved": []},
-    {"rollout_id": "q3#0", "id": "q3", "pred": "Herbert", "answer": "so: Herbert", "error": None, "well_formed": True,
-     "searches": 3, "retrieved": ["d", "d"]},
+    {
+        "rollout_id": "q0#0",
+        "id": "q0",
+        "pred": "Lima",
+        "answer": "<answer>Lima</answer>",
+        "error": None,
+        "well_formed": True,
+        "searches": 2,
+        "retrieved": ["a", "x", "b"],
+    },
+    {
+        "rollout_id": "q0#1",
+        "id": "q0",
+        "pred": "Rome",
+        "error": None,
+        "well_formed": False,
+        "searches": 9,
+        "retrieved": [],
+    },
+    {
+        "rollout_id": "q1#0",
+        "id": "q1",
+        "pred": "",
+        "answer": "",
+        "error": None,
+        "well_formed": False,
+        "searches": 0,
+        "retrieved": [],
+    },
+    {
+        "rollout_id": "q2#0",
+        "id": "q2",
+        "pred": "New York",
+        "error": "tool_error: time-out",
+        "well_formed": False,
+        "searches": 1,
+        "retrieved": ["c"],
+    },
+    {
+        "rollout_id": "zz#0",
+        "id": "zz",
+        "pred": "x",
+        "error": None,
+        "well_formed": True,
+        "searches": 50,
+        "retrieved": [],
+    },
+    {
+        "rollout_id": "q3#0",
+        "id": "q3",
+        "pred": "Herbert",
+        "answer": "so: Herbert",
+        "error": None,
+        "well_formed": True,
+        "searches": 3,
+        "retrieved": ["d", "d"],
+    },
 ]
 GOLDS = {"q0": ["a", "b"], "q2": ["c", "e"], "q3": ["d"], "q4": ["f"], "other": ["g"]}
 
 
 def test_every_form_of_an_answer_file(tmp_path):
-    rows = [{"id": "a", "prediction": "Lima", "more": 1}, {"id": "b", "prediction": None},
-            {"id": "c", "output": {"pred": "x", "final_response": "it is x", "metric_score": {}}}]
+    rows = [
+        {"id": "a", "prediction": "Lima", "more": 1},
+        {"id": "b", "prediction": None},
+        {"id": "c", "output": {"pred": "x", "final_response": "it is x", "metric_score": {}}},
+    ]
     expected = {"a": Prediction("Lima"), "b": Prediction(""), "c": Prediction("x", "it is x")}
     assert read_predictions(put(tmp_path / "p.jsonl", rows)) == expected
     (tmp_path / "intermediate_data.json").write_text(json.dumps(rows, indent=4))
     assert read_predictions(str(tmp_path / "intermediate_data.json")) == expected
     path = put(tmp_path / "t.jsonl", TRAJECTORIES)
-    assert read_predictions(path)["q0"] == Prediction("Lima", "<answer>Lima</answer>", True, 2, ["a", "x", "b"])
+    assert read_predictions(path)["q0"] == Prediction(
+        "Lima", "<answer>Lima</answer>", True, 2, ["a", "x", "b"]
+    )
     assert read_predictions(path, sample=1) == {"q0": Prediction("Rome", None, False, 9, [])}
-    numbered = [{"id": "a", "prediction": "x", "sample": 0}, {"id": "a", "prediction": "y", "sample": 1}]
+    numbered = [
+        {"id": "a", "prediction": "x", "sample": 0},
+        {"id": "a", "prediction": "y", "sample": 1},
+    ]
     assert read_predictions(put(tmp_path / "s.jsonl", numbered), 1) == {"a": Prediction("y")}
-    loose = [{"id": 7, "prediction": "x", "output": "raw text"}, {"id": "b", "prediction": "y", "output": [1]}]
-    assert read_predictions(put(tmp_path / "l.jsonl", loose)) == {"7": Prediction("x"), "b": Prediction("y")}
+    loose = [
+        {"id": 7, "prediction": "x", "output": "raw text"},
+        {"id": "b", "prediction": "y", "output": [1]},
+    ]
+    assert read_predictions(put(tmp_path / "l.jsonl", loose)) == {
+        "7": Prediction("x"),
+        "b": Prediction("y"),
+    }
 
 
 @pytest.mark.parametrize("behind", ["[{}]", "oops", "\n]"])
@@ -180,25 +313,73 @@ def test_what_stands_behind_the_array_is_not_lost_in_silence(tmp_path, behind):
         read_predictions(str(tmp_path / "none.json"))
 
 
+@pytest.mark.parametrize("golds", [["???", ""], "-", ["\u200b"], ["？！"], ["!", " . "]])
+def test_questions_whose_golden_answers_are_nothing_are_refused(tmp_path, golds):
+    rows = [
+        {"id": "a", "question": "?", "golden_answers": ["Lima", "..."]},
+        {"id": "b", "question": "?", "golden_answers": golds},
+    ]
+    with pytest.raises(
+        DataError, match="q.jsonl:2: golden_answers of b must be .*not blank or punctuation alone"
+    ):
+        read_questions(put(tmp_path / "q.jsonl", rows))
+    assert read_questions(put(tmp_path / "q.jsonl", rows[:1]))[0].golden_answers == ["Lima"]
+
+
+def test_what_reading_keeps_of_golden_answers_can_be_scored(tmp_path):
+    """The reader's rule (data.py) and the scorer's (reward.py) are the same."""
+    generator = random.Random(4)
+    signs = [
+        *"?!.-'\"$ ",
+        "\u00a0",
+        "\u200b",
+        "\ufeff",
+        "？",
+        "。",
+        "the",
+        "a",
+        "7",
+        "é",
+        "ﬁ",
+        "日",
+    ]
+    for _ in range(500):
+        gold = "".join(generator.choices(signs, k=generator.randrange(1, 4)))
+        path = put(
+            tmp_path / "q.jsonl", [{"id": "a", "question": "?", "golden_answers": ["Lima", gold]}]
+        )
+        kept = gold in read_questions(path)[0].golden_answers
+        assert kept == (exact_match(gold, [gold]) == 1.0), ascii(gold)
+
+
 def test_numeric_question_ids_are_written_too(tmp_path):
     questions = put(tmp_path / "q.jsonl", [{"id": 1, "question": "?", "golden_answers": ["x"]}])
     found = {"1": Prediction("x")}
-    write_flashrag(str(tmp_path), questions, found, score_predictions(found, read_questions(questions), {})["answers"])
+    write_flashrag(str(tmp_path), questions, found)
     assert json.loads((tmp_path / "intermediate_data.json").read_text())[0]["output"]["pred"] == "x"
 
 
-@pytest.mark.parametrize("row, message", [
-    ({"id": "a"}, "p.jsonl:2: id is 'a' and the prediction is absent"),
-    ({"id": "a", "pred": 7}, "p.jsonl:2.*prediction is 7"),
-    ({"pred": "x"}, "p.jsonl:2: id is None"),
-    ({"id": "first", "pred": "x"}, "p.jsonl:2: question 'first' is answered a second time"),
-    ({"id": "a", "pred": "x", "well_formed": 1}, "p.jsonl:2: well_formed is '1'; it must be a bool"),
-    ({"id": "a", "pred": "x", "searches": 1.5}, "p.jsonl:2: searches is '1.5'"),
-    ({"id": "a", "pred": "x", "retrieved": [["p"]]}, "p.jsonl:2: retrieved.*list of passage ids"),
-    ({"id": "a", "pred": "x", "sample": "one"}, "p.jsonl:2: sample 'one'"),
-    ({"id": "a", "pred": "x", "sample": "²"}, "p.jsonl:2: sample '²'"),
-    ({"id": True, "pred": "x"}, "p.jsonl:2: id is True"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"id": "a"}, "p.jsonl:2: id is 'a' and the prediction is absent"),
+        ({"id": "a", "pred": [7]}, r"p.jsonl:2.*prediction is \[7\]"),
+        ({"pred": "x"}, "p.jsonl:2: id is None"),
+        ({"id": "first", "pred": "x"}, "p.jsonl:2: question 'first' is answered a second time"),
+        (
+            {"id": "a", "pred": "x", "well_formed": 1},
+            "p.jsonl:2: well_formed is '1'; it must be a bool",
+        ),
+        ({"id": "a", "pred": "x", "searches": 1.5}, "p.jsonl:2: searches is '1.5'"),
+        (
+            {"id": "a", "pred": "x", "retrieved": [["p"]]},
+            "p.jsonl:2: retrieved.*list of passage ids",
+        ),
+        ({"id": "a", "pred": "x", "sample": "one"}, "p.jsonl:2: sample 'one'"),
+        ({"id": "a", "pred": "x", "sample": "²"}, "p.jsonl:2: sample '²'"),
+        ({"id": True, "pred": "x"}, "p.jsonl:2: id is True"),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, row, message):
     path = put(tmp_path / "p.jsonl", [{"id": "first", "prediction": "x"}, row])
     with pytest.raises(DataError, match=message):
@@ -211,30 +392,60 @@ def test_no_such_sample_is_an_error(tmp_path):
 
 
 def test_each_group_has_its_own_denominator(tmp_path):
-    """Missing and failed questions stay in the mean of the answers; searches are over episodes, golds over judged."""
+    """Missing and failed questions stay in the mean of the answers; searches are over episodes,
+    golds over judged."""
     predictions = read_predictions(put(tmp_path / "t.jsonl", TRAJECTORIES))
     questions = read_questions(put(tmp_path / "q.jsonl", QUESTIONS))
     groups = score_predictions(predictions, questions, GOLDS)
     assert list(groups["answers"]) == ["q0", "q1", "q2", "q3", "q4"]
-    assert [row["em"] for row in groups["answers"].values()] == [1, 0, 0, 0, 0]  # q2 failed: no credit for its text
+    assert [row["em"] for row in groups["answers"].values()] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]  # q2 failed: no credit for its text
     assert [row["f1"] for row in groups["answers"].values()] == [1, 0, 0, pytest.approx(2 / 3), 0]
     assert [row["well_formed"] for row in groups["answers"].values()] == [1, 0, 0, 1, 0]
-    assert groups["searches"] == {q: {"searches": n} for q, n in {"q0": 2, "q1": 0, "q2": 1, "q3": 3}.items()}
-    assert groups["golds"] == {"q0": {"gold_recall": 1, "all_gold": 1}, "q2": {"gold_recall": 0.5, "all_gold": 0},
-                               "q3": {"gold_recall": 1, "all_gold": 1}, "q4": {"gold_recall": 0, "all_gold": 0}}
-    assert count_predictions(predictions, questions) == {"questions": 5, "missing": 1, "errors": 1, "extra": 1}
+    assert groups["searches"] == {
+        q: {"searches": n} for q, n in {"q0": 2, "q1": 0, "q2": 1, "q3": 3}.items()
+    }
+    assert groups["golds"] == {
+        "q0": {"gold_recall": 1, "all_gold": 1},
+        "q2": {"gold_recall": 0.5, "all_gold": 0},
+        "q3": {"gold_recall": 1, "all_gold": 1},
+        "q4": {"gold_recall": 0, "all_gold": 0},
+    }
+    assert count_predictions(predictions, questions) == {
+        "questions": 5,
+        "missing": 1,
+        "errors": 1,
+        "extra": 1,
+    }
     bare = score_predictions({"q0": Prediction("Lima")}, questions, GOLDS)
     assert bare["searches"] == bare["golds"] == {} and "well_formed" not in bare["answers"]["q0"]
 
 
 FLASHRAG_ROWS = [
-    {"id": "dev_0", "question": "Who wrote “Dune”?", "golden_answers": ["Frank Herbert", "Herbert"],
-     "metadata": {"type": "bridge"}},
+    {
+        "id": "dev_0",
+        "question": "Who wrote “Dune”?",
+        "golden_answers": ["Frank Herbert", "Herbert"],
+        "metadata": {"type": "bridge"},
+    },
     {"id": "dev_1", "question": "Is Lima a city?", "golden_answers": ["yes"]},
-    {"id": "dev_2", "question": "Where?", "golden_answers": ["New York City"], "metadata": {"hops": [1, 2]}}]
+    {
+        "id": "dev_2",
+        "question": "Where?",
+        "golden_answers": ["New York City"],
+        "metadata": {"hops": [1, 2]},
+    },
+]
 FLASHRAG_ANSWERS = {
     "dev_0": Prediction("Herbert, Frank P.", r"<answer>\boxed{Herbert, Frank P.}</answer>"),
-    "dev_1": Prediction("no", "no idea"), "dev_2": Prediction("", "")}
+    "dev_1": Prediction("no", "no idea"),
+    "dev_2": Prediction("", ""),
+}
 METRIC_SCORE = """em: 0.0
 f1: 0.26666666666666666
 acc: 0.3333333333333333
@@ -310,67 +521,117 @@ INTERMEDIATE_DATA = r"""[
 
 
 def test_flashrag_files_are_those_that_flashrag_writes(tmp_path):
-    """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these rows and outputs."""
+    """Both texts came out of FlashRAG's own Evaluator and Dataset.save (commit 1ee5249) for these
+    rows and outputs."""
     path = put(tmp_path / "q.jsonl", FLASHRAG_ROWS)
-    scores = score_predictions(FLASHRAG_ANSWERS, read_questions(path), {})["answers"]
-    write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS, scores)
+    write_flashrag(str(tmp_path), path, FLASHRAG_ANSWERS)
     assert (tmp_path / "metric_score.txt").read_bytes() == METRIC_SCORE.encode()
     assert (tmp_path / "intermediate_data.json").read_bytes() == INTERMEDIATE_DATA.encode()
-    assert read_predictions(str(tmp_path / "intermediate_data.json")) == FLASHRAG_ANSWERS  # and it can be scored again
+    assert (
+        read_predictions(str(tmp_path / "intermediate_data.json")) == FLASHRAG_ANSWERS
+    )  # and it can be scored again
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------ command
+
 
 @pytest.fixture
 def files(tmp_path):
     put(tmp_path / "q.jsonl", QUESTIONS)
     put(tmp_path / "after.jsonl", TRAJECTORIES)
-    put(tmp_path / "before.jsonl", [{"id": f"q{i}", "prediction": "Lima", "searches": i} for i in range(5)])
-    (tmp_path / "g.qrels").write_text("".join(f"{q} 0 {p} 1\n" for q, ps in GOLDS.items() for p in ps) + "q1 0 z 0\n")
+    put(
+        tmp_path / "before.jsonl",
+        [{"id": f"q{i}", "prediction": "Lima", "searches": i} for i in range(5)],
+    )
+    (tmp_path / "g.qrels").write_text(
+        "".join(f"{q} 0 {p} 1\n" for q, ps in GOLDS.items() for p in ps) + "q1 0 z 0\n"
+    )
     return tmp_path
 
 
 def test_command_scores_and_compares(files):
-    words = [f"answers={files}/after.jsonl", f"baseline={files}/before.jsonl", f"questions={files}/q.jsonl",
-             f"qrels={files}/g.qrels", f"out={files}/out", "samples=500"]
-    done = subprocess.run([sys.executable, f"{ROOT}/evaluate.py", *words], capture_output=True, text=True, timeout=120)
+    words = [
+        f"answers={files}/after.jsonl",
+        f"baseline={files}/before.jsonl",
+        f"questions={files}/q.jsonl",
+        f"qrels={files}/g.qrels",
+        f"out={files}/out",
+        "samples=500",
+    ]
+    done = subprocess.run(
+        [sys.executable, f"{ROOT}/evaluate.py", *words], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["system"] == "after" and line["baseline"] == "before" and line["judged"] == 4
     assert line["em"] == pytest.approx(0.2) and line["f1"] == pytest.approx((1 + 2 / 3) / 5)
-    assert line["searches"] == pytest.approx(1.5) and line["all_gold"] == 0.5 and line["gold_recall"] == 2.5 / 4
-    assert (line["missing"], line["errors"], line["extra"], line["well_formed"]) == (1, 1, 1, pytest.approx(0.4))
-    assert line["systems"]["before"]["em"] == pytest.approx(0.2) and "all_gold" not in line["systems"]["before"]
+    assert (
+        line["searches"] == pytest.approx(1.5)
+        and line["all_gold"] == 0.5
+        and line["gold_recall"] == 2.5 / 4
+    )
+    assert (line["missing"], line["errors"], line["extra"], line["well_formed"]) == (
+        1,
+        1,
+        1,
+        pytest.approx(0.4),
+    )
+    assert (
+        line["systems"]["before"]["em"] == pytest.approx(0.2)
+        and "all_gold" not in line["systems"]["before"]
+    )
     whole = json.loads((files / "out/metrics.json").read_text())["systems"]["after"]
     assert whole["paired"]["em"]["difference"] == 0 and whole["paired"]["em"]["p"] == 1
     # the four questions that both searched: 2, 0, 1, 3 against 0, 1, 2, 3
     assert whole["paired"]["searches"]["difference"] == pytest.approx(0.0)
-    assert "all_gold" not in whole["paired"] and whole["ci"]["all_gold"][0] <= 0.5 <= whole["ci"]["all_gold"][1]
-    assert json.loads((files / "out/after/intermediate_data.json").read_text())[2]["output"]["pred"] == "New York"
+    assert (
+        "all_gold" not in whole["paired"]
+        and whole["ci"]["all_gold"][0] <= 0.5 <= whole["ci"]["all_gold"][1]
+    )
+    assert (
+        json.loads((files / "out/after/intermediate_data.json").read_text())[2]["output"]["pred"]
+        == "New York"
+    )
     assert (files / "out/before/metric_score.txt").read_text().startswith("em: 0.2\n")
-    assert "| minus before |" in (files / "out/table.md").read_text() and (files / "out/config.yaml").exists()
+    assert (
+        "| minus before |" in (files / "out/table.md").read_text()
+        and (files / "out/config.yaml").exists()
+    )
 
 
 def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
-    cfg = EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/q.jsonl", qrels=f"{files}/g.qrels",
-                         out=f"{files}/one", samples=300)
+    cfg = EvaluateConfig(
+        answers=f"{files}/after.jsonl",
+        questions=f"{files}/q.jsonl",
+        qrels=f"{files}/g.qrels",
+        out=f"{files}/one",
+        samples=300,
+    )
     line = evaluate.main(cfg)
-    groups = score_predictions(read_predictions(f"{files}/after.jsonl"), read_questions(f"{files}/q.jsonl"),
-                               {q: g for q, g in GOLDS.items()})
+    groups = score_predictions(
+        read_predictions(f"{files}/after.jsonl"),
+        read_questions(f"{files}/q.jsonl"),
+        {q: g for q, g in GOLDS.items()},
+    )
     whole = json.loads((files / "one/metrics.json").read_text())
     for scores in groups.values():
         assert bootstrap_interval(scores, None, 300, 0).items() <= whole["ci"].items()
-    assert (files / "one/metric_score.txt").exists() and "systems" not in line and "paired" not in line
+    assert (
+        (files / "one/metric_score.txt").exists() and "systems" not in line and "paired" not in line
+    )
     assert "Gold" not in capsys.readouterr().out.splitlines()[0]
 
 
-@pytest.mark.parametrize("change, error, message", [
-    ({"questions": ""}, ConfigError, "answers need questions=FILE"),
-    ({"run": "x.trec"}, ConfigError, "run=x.trec does not go with answers"),
-    ({"samples": 0}, ConfigError, "samples is 0"),
-    ({"qrels": "other.qrels"}, DataError, "judges no question"),
-    ({"answers": "others.jsonl"}, DataError, "no question in common"),
-])
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"questions": ""}, ConfigError, "answers need questions=FILE"),
+        ({"run": "x.trec"}, ConfigError, "run=x.trec does not go with answers"),
+        ({"samples": 0}, ConfigError, "samples=0 must be at least 1"),
+        ({"qrels": "other.qrels"}, DataError, "judges no question"),
+        ({"answers": "others.jsonl"}, DataError, "no query in common"),
+    ],
+)
 def test_what_cannot_be_scored(files, change, error, message):
     (files / "other.qrels").write_text("nobody 0 p 1\n")
     put(files / "others.jsonl", [{"id": "nobody", "prediction": "x"}])
@@ -381,37 +642,104 @@ def test_what_cannot_be_scored(files, change, error, message):
         evaluate.main(cfg)
 
 
+def test_retrieved_passages_of_another_corpus_are_told(files, capsys):
+    (files / "x.qrels").write_text("".join(f"q{i} 0 elsewhere{i} 1\n" for i in range(5)))
+    evaluate.main(
+        EvaluateConfig(
+            answers=f"{files}/after.jsonl",
+            questions=f"{files}/q.jsonl",
+            qrels=f"{files}/x.qrels",
+            samples=5,
+        )
+    )
+    assert "after.jsonl retrieved no passage that" in capsys.readouterr().err
+
+
+def test_flashrag_files_hold_flashrags_scores(files):
+    """Where ours differ (an accent in two marks), the tables have ours and FlashRAG's files have
+    theirs."""
+    put(files / "q.jsonl", [{"id": "q0", "question": "?", "golden_answers": ["Caf\u00e9"]}])
+    put(files / "p.jsonl", [{"id": "q0", "prediction": "Cafe\u0301"}])
+    line = evaluate.main(
+        EvaluateConfig(
+            answers=f"{files}/p.jsonl", questions=f"{files}/q.jsonl", out=f"{files}/f", samples=5
+        )
+    )
+    assert line["em"] == 1.0 and (files / "f/metric_score.txt").read_text().startswith("em: 0.0\n")
+    assert (
+        json.loads((files / "f/intermediate_data.json").read_text())[0]["output"]["metric_score"][
+            "em"
+        ]
+        == 0.0
+    )
+
+
 def test_types_of_questions(files):
     """Each type's mean is over its own questions, and together they are the mean of all."""
-    put(files / "typed.jsonl", [row | {"metadata": {"type": "bridge" if i < 3 else "comparison"}}
-                                for i, row in enumerate(QUESTIONS)])
-    evaluate.main(EvaluateConfig(answers=f"{files}/after.jsonl", questions=f"{files}/typed.jsonl", out=f"{files}/typed",
-                                 samples=100))
+    put(
+        files / "typed.jsonl",
+        [
+            row | {"metadata": {"type": "bridge" if i < 3 else "comparison"}}
+            for i, row in enumerate(QUESTIONS)
+        ],
+    )
+    evaluate.main(
+        EvaluateConfig(
+            answers=f"{files}/after.jsonl",
+            questions=f"{files}/typed.jsonl",
+            out=f"{files}/typed",
+            samples=100,
+        )
+    )
     whole = json.loads((files / "typed/metrics.json").read_text())
-    assert {t: (row["f1"], row["queries"]) for t, row in whole["types"].items()} == {
-        "bridge": (pytest.approx(1 / 3), 3), "comparison": (pytest.approx(1 / 3), 2)}
-    assert sum(row["f1"] * row["queries"] for row in whole["types"].values()) / 5 == pytest.approx(whole["f1"])
-    assert "| F1 by type of question | bridge (3) | comparison (2) |" in (files / "typed/table.md").read_text()
+    assert {t: (row["f1"], row["queries"]) for t, row in whole["groups"]["type"].items()} == {
+        "bridge": (pytest.approx(1 / 3), 3),
+        "comparison": (pytest.approx(1 / 3), 2),
+    }
+    assert sum(
+        row["f1"] * row["queries"] for row in whole["groups"]["type"].values()
+    ) / 5 == pytest.approx(whole["f1"])
+    assert (
+        "| F1 by type of question | bridge (3) | comparison (2) |"
+        in (files / "typed/table.md").read_text()
+    )
 
 
 def test_rows_of_episodes_are_read(tmp_path):
     """What infer.py writes of an episode, an answered and a failed one, is what this file reads."""
-    task = SimpleNamespace(name="agent", messages=lambda q: [{"role": "user", "content": q}], tools=SimpleNamespace(
-        schemas=[]), cfg=SimpleNamespace(template="instruct", mcp=""), well_formed=lambda e: True, turn_text=lambda t: t.text)
-    call = Call("retrieve", {"query": "lima"}, documents=[("p1", "x"), ("p2", "y")], done=True, shown="x\n\ny")
+    task = SimpleNamespace(
+        name="agent",
+        messages=lambda q: [{"role": "user", "content": q}],
+        tools=SimpleNamespace(schemas=[]),
+        cfg=SimpleNamespace(template="instruct", mcp=""),
+        well_formed=lambda e: True,
+        turn_text=lambda t: t.text,
+    )
+    call = Call(
+        "retrieve",
+        {"query": "lima"},
+        documents=[("p1", "x"), ("p2", "y")],
+        done=True,
+        shown="x\n\ny",
+    )
     rounds = [Round("ask", [call], "shown"), Round("<answer>Lima</answer>")]
     answered = Episode([1], [2], [0.0], [1], 0, "answered", 0, rounds, "Lima", True)
     failed = Episode([1], [2], [0.0], [1], 0, "tool_error", 1, rounds[:1], None, False, "time-out")
-    rows = [trajectory_row(e, Question("q0", "where?", ["Lima"]), task, {}) for e in (answered, failed)]
+    rows = [
+        trajectory_row(e, Question("q0", "where?", ["Lima"]), task, {}) for e in (answered, failed)
+    ]
     path = put(tmp_path / "t.jsonl", rows)
-    assert read_predictions(path) == {"q0": Prediction("Lima", "<answer>Lima</answer>", True, 1, ["p1", "p2"])}
-    assert read_predictions(path, 1) == {"q0": Prediction("", "", False, 1, ["p1", "p2"], "tool_error: time-out")}
+    assert read_predictions(path) == {
+        "q0": Prediction("Lima", "<answer>Lima</answer>", True, 1, ["p1", "p2"])
+    }
+    assert read_predictions(path, 1) == {
+        "q0": Prediction("", "", False, 1, ["p1", "p2"], "tool_error: time-out")
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-def test_case_evl_23_means_are_weighted_by_items():
-    """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the shards' means."""
+def test_means_are_weighted_by_items():
+    """Two shards of a data set, 3 items with sum 3 and 1 item with sum 0: 0.75, not the mean of the
+    shards' means."""
     questions = [Question(f"q{i}", "?", ["Lima"]) for i in range(4)]
     predictions = {f"q{i}": Prediction("Lima" if i < 3 else "Rome") for i in range(4)}
     scores = score_predictions(predictions, questions, {})["answers"]

@@ -411,7 +411,7 @@ def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
     if noun == "grpo":  # what the tool itself refuses before it loads a model, for the processes that the comment names
         module.check_config(cfg, int(re.search(r"nproc-per-node (\d+)|$", text)[1] or 1))
     if noun == "evaluate":
-        module._check(cfg)
+        module.check(cfg)
     if noun in ("sft", "grpo") and re.search(r"-(qwen|llama)[\d.]+b-", path.name):  # a published model's: says what to expect
         assert all(f"\n# {word}" in text for word in ("Hardware:", "Hours:", "Expected", "Departures:")), path.name
 
@@ -425,7 +425,7 @@ ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate",
 def test_every_knob_of_every_tool_has_its_line_of_meaning(name):
     module = importlib.import_module(name)
     configs = [c for c in vars(module).values()
-               if isinstance(c, type) and c.__module__ == name and c.__name__.endswith("Config") and hasattr(c, "__dataclass_fields__")]
+               if isinstance(c, type) and c.__module__ in (name, "search.passages") and c.__name__.endswith("Config") and hasattr(c, "__dataclass_fields__")]
     assert configs
     for cls in configs:
         docs = config.field_docs(cls)

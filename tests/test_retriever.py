@@ -28,12 +28,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import BertModel, MPNetConfig, MPNetModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
 from search import dense_index, exact
+from config import ConfigError
 import retriever as R
 from data import DataError, Passage
 from retriever import (ANCE, build_index, DenseRetriever, encode, Encoder, Index, load_encoder,
                        mean_pool, open_index, open_retriever, retriever_settings,
                        RetrieverConfig, truncate)
-from runs import only_writer
+from runs import claim_folder, only_writer
 from search.bm25 import BM25Retriever
 from search.exact import exact_gold_ranks, exact_search, FAILED
 from search.fusion import HybridRetriever, rrf
@@ -1082,6 +1083,19 @@ def test_main_builds_and_open_retriever_opens(tmp_path):
             open_retriever(bad)
     with pytest.raises(RetrieverError, match="corpus"):
         R.main(RetrieverConfig(kind="bm25", index=str(tmp_path / "i2")))
+
+
+def test_an_index_is_not_built_into_a_training_run(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", passages(3))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("group_size: 8\n")
+    with pytest.raises(ConfigError, match="made by grpo.py"):
+        R.main(RetrieverConfig(corpus=corpus, index=str(tmp_path / "run")))
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    R.main(RetrieverConfig(corpus=corpus, index=str(tmp_path / "index")))
+    with pytest.raises(ConfigError, match="made by retriever.py"):
+        claim_folder(str(tmp_path / "index"), "grpo.py")
+    assert R.main(RetrieverConfig(corpus=corpus, index=str(tmp_path / "index")))["indexed"] == 0
 
 
 def test_command_line(tmp_path):

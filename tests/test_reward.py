@@ -1,7 +1,4 @@
-"""reward.py: values by hand, the original's expressions as an oracle, every `reward` case of the case list.
-
-python -m pytest tests/test_reward.py
-"""
+"""reward.py: values by hand, the original's expressions and FlashRAG's scorer as oracles."""
 
 import math
 import random
@@ -9,25 +6,31 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+
 import reward
-from reward import (answer_metrics, check_search_format, exact_match, extract_answer,
-                    extract_boxed, f1_score, normalize_answer, parse_response, rank_incentive,
-                    REWARDS, score_rewrite)
+from reward import (
+    REWARDS,
+    answer_metrics,
+    check_search_format,
+    exact_match,
+    extract_answer,
+    extract_boxed,
+    f1_score,
+    normalize_answer,
+    parse_paper_inference,
+    parse_response,
+    rank_incentive,
+    score_rewrite,
+)
 
 GOOD = "<think>she is Curie</think>\n<rewrite>Where was Marie Curie born?</rewrite>"
 
-# Reward cases that other files answer, or later ones.
-ELSEWHERE = {
-    "rew-38": "test_evaluate.py: read_qrels keeps gain 0 apart from gain 1",
-    "rew-40": "data.with_gold leaves turns without a gold passage out and counts them; tested with data.py",
-    "rew-42": "test_episode.py: an episode cut off by its budget earns nothing",
-}
-
-# ---------------------------------------------------------------------------------------------- strict parser
+# ------------------------------------------------------------------------------------ strict parser
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,11 @@ ELSEWHERE = {
         ("<think>a</think> \r\n\t\n<rewrite>b</rewrite>", "a", "b"),
         ("<think>a\n\nb</think>\n<rewrite> c\nd </rewrite>", "a\n\nb", "c\nd"),
         ("<think></think>\n<rewrite>b</rewrite>", "", "b"),
-        ("<think>a < b, <b>x</b></think>\n<rewrite>is 1 < 2?</rewrite>", "a < b, <b>x</b>", "is 1 < 2?"),
+        (
+            "<think>a < b, <b>x</b></think>\n<rewrite>is 1 < 2?</rewrite>",
+            "a < b, <b>x</b>",
+            "is 1 < 2?",
+        ),
     ],
 )
 def test_strict_accepts(text, think, rewrite):
@@ -83,7 +90,11 @@ def test_strict_equals_a_definition_by_expression():
     accepted = 0
     for text in tag_soup(20_000):
         match = pattern.fullmatch(text)
-        expected = (match[1].strip(), match[2].strip(), True) if match and match[2].strip() else (None, None, False)
+        expected = (
+            (match[1].strip(), match[2].strip(), True)
+            if match and match[2].strip()
+            else (None, None, False)
+        )
         assert parse_response(text) == expected, text
         accepted += expected[2]
     assert accepted > 50
@@ -94,7 +105,11 @@ def tag_soup(count):
     canonical = ["<think>", "a", "</think>", "\n", "<rewrite>", "b", "</rewrite>"]
     generator = random.Random(0)
     for _ in range(count):
-        parts = generator.choices(pieces, k=generator.randrange(9)) if generator.random() < 0.3 else list(canonical)
+        parts = (
+            generator.choices(pieces, k=generator.randrange(9))
+            if generator.random() < 0.3
+            else list(canonical)
+        )
         for _ in range(generator.randrange(4)):  # a few edits of a good answer come near the border
             parts.insert(generator.randrange(len(parts) + 1), generator.choice(pieces))
             if parts and generator.random() < 0.5:
@@ -102,7 +117,7 @@ def tag_soup(count):
         yield "".join(parts)
 
 
-# ---------------------------------------------------------------------------------------------- the paper's parser
+# ------------------------------------------------------------------------------- the paper's parser
 
 # The table of what the original accepts and what it sends to the retriever.
 PAPER = {
@@ -120,12 +135,24 @@ PAPER = {
     "space behind the last tag": (GOOD + " ", False, "Where was Marie Curie born?"),
     "text on the closing line": (GOOD + " done", False, "Where was Marie Curie born?"),
     "trailing newline": (GOOD + "\n", True, "Where was Marie Curie born?"),
-    "garbage on following lines": (GOOD + "\ngarbage <think>\nmore", True, "Where was Marie Curie born?"),
+    "garbage on following lines": (
+        GOOD + "\ngarbage <think>\nmore",
+        True,
+        "Where was Marie Curie born?",
+    ),
     "empty think": ("<think></think>\n<rewrite>b</rewrite>", True, "b"),
     "empty rewrite": ("<think>a</think>\n<rewrite></rewrite>", True, ""),
     "both empty": ("<think></think>\n<rewrite></rewrite>", True, ""),
-    "two rewrite blocks": ("<think>a</think>\n<rewrite>b</rewrite>\n<rewrite>c</rewrite>", True, "b"),
-    "rewrite inside think": ("<think>a <rewrite>draft</rewrite></think>\n<rewrite>b</rewrite>", True, "draft"),
+    "two rewrite blocks": (
+        "<think>a</think>\n<rewrite>b</rewrite>\n<rewrite>c</rewrite>",
+        True,
+        "b",
+    ),
+    "rewrite inside think": (
+        "<think>a <rewrite>draft</rewrite></think>\n<rewrite>b</rewrite>",
+        True,
+        "draft",
+    ),
     "several think blocks": ("<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>", True, "c"),
     "whole answer repeated": (GOOD + "\n" + GOOD, True, "Where was Marie Curie born?"),
     "unclosed rewrite": ("<think>a</think>\n<rewrite>b", False, None),
@@ -150,12 +177,43 @@ def test_paper_parser_equals_the_two_expressions():
     assert len(seen) == 3  # well formed always has a rewrite
 
 
+SIX_FORMS = {
+    "blank line between": "<think>a</think>\n\n<rewrite>b</rewrite>",
+    "lead-in text": "Sure. <think>a</think>\n<rewrite>b</rewrite>",
+    "same line": "<think>a</think><rewrite>b</rewrite> done",
+    "reversed order": "<rewrite>b</rewrite>\n<think>a</think>",
+    "text between": "<think>a</think>\nso I ask:\n<rewrite>b</rewrite>",
+    "an empty rewrite": "<think>a</think>\n<rewrite></rewrite>",
+}
+
+
+@pytest.mark.parametrize("text", SIX_FORMS.values(), ids=SIX_FORMS)
+def test_the_papers_inference_takes_what_its_training_or_the_strict_parser_refuses(text):
+    assert parse_paper_inference(text) == ("a", "" if "<rewrite></" in text else "b", True)
+    assert (
+        not parse_response(text, "strict").well_formed
+        or not parse_response(text, "paper").well_formed
+    )
+
+
+def test_the_papers_inference_equals_its_two_expressions():
+    blocks = [re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("think", "rewrite")]
+    seen = set()
+    for text in tag_soup(20_000):
+        think, rewrite = (m and m[1] for m in (block.search(text) for block in blocks))
+        parsed = parse_paper_inference(text)
+        assert parsed == (think, rewrite, think is not None and rewrite is not None), text
+        seen.add((parsed.think is None, parsed.rewrite is None))
+    assert len(seen) == 4
+    assert not parse_paper_inference("<think>" * 50_000).well_formed
+
+
 def test_unknown_parser():
     with pytest.raises(ValueError, match="'loose'.*strict.*paper"):
         parse_response(GOOD, parser="loose")
 
 
-# ---------------------------------------------------------------------------------------------- rank rewards
+# ------------------------------------------------------------------------------------- rank rewards
 
 RANK_TABLE = {
     1: 2.0,
@@ -196,7 +254,17 @@ def test_rank_incentive_printed_values():
     "name, values",
     {  # at ranks 1, 2, 3, 4, 10, 11, 100, 101, None
         "reciprocal": [1, 1 / 2, 1 / 3, 1 / 4, 1 / 10, 1 / 11, 1 / 100, 1 / 101, 0],
-        "exponential": [1, math.e**-1, math.e**-2, math.e**-3, math.e**-9, math.e**-10, math.e**-99, math.e**-100, 0],
+        "exponential": [
+            1,
+            math.e**-1,
+            math.e**-2,
+            math.e**-3,
+            math.e**-9,
+            math.e**-10,
+            math.e**-99,
+            math.e**-100,
+            0,
+        ],
         "mrr@3": [1, 1 / 2, 1 / 3, 0, 0, 0, 0, 0, 0],
         "ndcg@3": [1, 0.6309297535714575, 0.5, 0, 0, 0, 0, 0, 0],
         "recall@10": [1, 1, 1, 1, 1, 0, 0, 0, 0],
@@ -222,77 +290,34 @@ def test_the_reward_table_is_the_ablation_of_the_paper():
 
 
 @pytest.mark.parametrize("name", REWARDS)
-@pytest.mark.parametrize("rank", [0, -1, 1.0, float("nan"), float("inf"), True, False, "1", np.float32(1), [1]])
+@pytest.mark.parametrize(
+    "rank", [0, -1, 1.0, float("nan"), float("inf"), True, False, "1", np.float32(1), [1]]
+)
 def test_impossible_ranks_are_errors_not_low_scores(name, rank):
     with pytest.raises(ValueError, match="rank is .* counted from 1.*exclude"):
         REWARDS[name](rank)
 
 
 def test_numpy_ranks_are_ranks():
-    assert rank_incentive(np.int64(3)) == rank_incentive(3) and REWARDS["reciprocal"](np.int32(4)) == 0.25
+    assert (
+        rank_incentive(np.int64(3)) == rank_incentive(3)
+        and REWARDS["reciprocal"](np.int32(4)) == 0.25
+    )
 
 
 def test_malformed_reward_is_a_parameter_and_ignores_the_rank():
     assert score_rewrite("nonsense", 1) == -0.1
     assert score_rewrite("nonsense", None, malformed_reward=-1.0) == -1.0
     assert score_rewrite("nonsense", float("nan")) == -0.1
-    assert score_rewrite(GOOD + "\nmore", 1) == -0.1 and score_rewrite(GOOD + "\nmore", 1, parser="paper") == 2.0
+    assert (
+        score_rewrite(GOOD + "\nmore", 1) == -0.1
+        and score_rewrite(GOOD + "\nmore", 1, parser="paper") == 2.0
+    )
     with pytest.raises(ValueError, match="'mrr'.*rank_incentive"):
         score_rewrite(GOOD, 1, reward="mrr")
 
 
-# ---------------------------------------------------------------------------------------------- answers
-
-
-def squad_normalize(text):
-    """The published scorer, step by step, for ASCII text."""
-    text = "".join(c for c in text.lower() if c not in set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) or " ".join(text.split())  # articles alone stay
-
-
-def slow_f1(prediction, golds):
-    best = 0.0
-    for gold in golds:
-        p, g = squad_normalize(prediction), squad_normalize(gold)
-        if p != g and (p in ("yes", "no", "noanswer") or g in ("yes", "no", "noanswer")):
-            continue
-        left, common = g.split(), 0
-        for word in p.split():
-            if word in left:
-                left.remove(word)
-                common += 1
-        if common:
-            precision, recall = common / len(p.split()), common / len(g.split())
-            best = max(best, 2 * precision * recall / (precision + recall))
-    return best
-
-
-def test_f1_and_em_equal_the_slow_scorer():
-    words = [
-        "the",
-        "a",
-        "An",
-        "yes",
-        "no",
-        "noanswer",
-        "Lima",
-        "lima.",
-        "New",
-        "York",
-        "York,",
-        "U.S.A.",
-        "-",
-        "x-y",
-        "a-the",
-    ]
-    generator = random.Random(1)
-    for _ in range(2_000):
-        prediction, *golds = (" ".join(generator.choices(words, k=generator.randrange(5))) for _ in range(4))
-        assert f1_score(prediction, golds) == pytest.approx(slow_f1(prediction, golds), abs=1e-12)
-        expected = any(squad_normalize(prediction) == squad_normalize(g) != "" for g in golds)
-        assert exact_match(prediction, golds) == expected
-        assert exact_match(prediction, golds) <= f1_score(prediction, golds)
-        assert normalize_answer(normalize_answer(prediction)) == normalize_answer(prediction)
+# ------------------------------------------------------------------------------------------ answers
 
 
 @pytest.mark.parametrize(
@@ -319,13 +344,131 @@ def test_f1_rows(prediction, golds, f1):
     assert exact_match(prediction, golds) == (1.0 if f1 == 1.0 else 0.0)
 
 
+INVISIBLE = [
+    "\u00ad",
+    "\u061c",
+    "\u200b",
+    "\u200c",
+    "\u200d",
+    "\u200e",
+    "\u200f",
+    "\u202a",
+    "\u202e",
+    "\u2060",
+    "\u2066",
+    "\ufeff",
+]
+
+
+@pytest.mark.parametrize("mark", INVISIBLE, ids=ascii)
+def test_invisible_marks_change_no_score(mark):
+    for prediction, gold in (
+        (f"Li{mark}ma", "Lima"),
+        ("Lima", f"{mark}Lima{mark}"),
+        (f"the{mark} Lima", "lima"),
+    ):
+        assert set(answer_metrics(prediction, gold).values()) == {1.0}
+        published = answer_metrics(prediction, gold, published=True)
+        assert published["em"] == 0.0  # the published scorer compares characters
+    assert (
+        answer_metrics(mark, [mark])
+        == answer_metrics("", ["???"])
+        == dict.fromkeys(reward.ANSWER_METRICS, 0.0)
+    )
+
+
+@pytest.mark.parametrize(
+    "form, plain",
+    [
+        ("Ｌｉｍａ", "lima"),
+        ("１，０００", "1000"),
+        ("ﬁsh", "fish"),
+        ("Ⅷ", "viii"),
+        ("Lima\u3000Peru", "lima peru"),
+        ("ｔｈｅ Lima", "lima"),
+        ("\u00c5ngstr\u00f6m", "a\u030angstro\u0308m"),
+        ("\u212bngstr\u00f6m", "\u00e5ngstr\u00f6m"),
+        ("\u210bilbert", "hilbert"),
+        ("ｙｅｓ", "yes"),
+    ],
+)
+def test_compatibility_forms_are_equal(form, plain):
+    assert exact_match(form, plain) == exact_match(plain, form) == f1_score(form, plain) == 1.0
+    assert normalize_answer(normalize_answer(form)) == normalize_answer(form)
+
+
+def flashrag(prediction, golds):
+    """FlashRAG's normalisation and metrics, step by step."""
+
+    def normalise(text):
+        text = "".join(
+            c for c in text.lower() if c not in set("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+        )
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    p, golds = normalise(prediction), [normalise(g) for g in golds]
+    out = {
+        "em": float(any(g == p for g in golds)),
+        "f1": 0.0,
+        "acc": float(any(g in p for g in golds)),
+        "precision": 0.0,
+        "recall": 0.0,
+    }
+    for g in golds:
+        if p != g and (p in ("yes", "no", "noanswer") or g in ("yes", "no", "noanswer")):
+            continue
+        same = sum((Counter(p.split()) & Counter(g.split())).values())
+        if same:
+            precision, recall = same / len(p.split()), same / len(g.split())
+            found = {
+                "f1": (2 * precision * recall) / (precision + recall),
+                "precision": precision,
+                "recall": recall,
+            }
+            out |= {name: max(out[name], value) for name, value in found.items()}
+    return out
+
+
+def test_published_scores_are_flashrags_to_the_last_bit():
+    words = [
+        "the",
+        "a",
+        "yes",
+        "no",
+        "noanswer",
+        "Lima",
+        "New",
+        "York,",
+        "-",
+        "???",
+        "Caf\u00e9",
+        "Cafe\u0301",
+        "Li\u200bma",
+        "ﬁ",
+        "Ｌ",
+    ]
+    generator, differ = random.Random(3), 0
+    for _ in range(5_000):
+        prediction, *golds = (
+            " ".join(generator.choices(words, k=generator.randrange(4))) for _ in range(3)
+        )
+        expected = flashrag(prediction, golds)
+        assert answer_metrics(prediction, golds, published=True) == expected, (prediction, golds)
+        differ += answer_metrics(prediction, golds) != expected
+    assert differ > 100  # where it is not asked for, the rules above hold
+
+
 def test_a_gold_that_normalises_to_nothing_earns_nothing():
     for prediction in ("", "the", "???", None):
-        assert exact_match(prediction, ["???", "-"]) == 0.0 and f1_score(prediction, ["???", "-"]) == 0.0
+        assert (
+            exact_match(prediction, ["???", "-"]) == 0.0
+            and f1_score(prediction, ["???", "-"]) == 0.0
+        )
 
 
 def test_a_gold_of_articles_alone_is_matched_by_just_these():
-    """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything earn it."""
+    """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything
+    earn it."""
     assert list(answer_metrics("a.", ["A"]).values()) == [1.0] * 5
     for prediction in ("", None, "B", "cat", "a cat", "???", "the"):
         assert list(answer_metrics(prediction, ["A"]).values()) == [0.0] * 5, prediction
@@ -381,7 +524,9 @@ def test_extract_boxed(text, boxed):
 def test_extract_boxed_equals_counting_braces():
     generator = random.Random(2)
     for _ in range(20_000):
-        text = "".join(generator.choices(["\\boxed{", "{", "}", "a", "\\boxed"], k=generator.randrange(12)))
+        text = "".join(
+            generator.choices(["\\boxed{", "{", "}", "a", "\\boxed"], k=generator.randrange(12))
+        )
         expected = None
         for start in [m.end() for m in re.finditer(r"\\boxed\{", text)]:
             depth, end = 1, start
@@ -392,7 +537,7 @@ def test_extract_boxed_equals_counting_braces():
         assert extract_boxed(text) == expected, text
 
 
-# ---------------------------------------------------------------------------------------------- search format
+# ------------------------------------------------------------------------------------ search format
 
 SEARCH = "<think>x</think> <search>q</search> <result>\ndoc\n</result>"
 ANSWER = r" <think>y</think> <answer>It is \[ \boxed{Lima} \]</answer>"
@@ -405,7 +550,10 @@ FORMAT = {
     "empty box": (SEARCH + r"<answer>\boxed{}</answer>", True),
     "text after the answer": (SEARCH + ANSWER + " bye", True),
     "free text around blocks": ("well " + SEARCH + " so " + ANSWER, True),
-    "a character behind the search tag": (SEARCH.replace("</search> ", "</search>. ") + ANSWER, True),
+    "a character behind the search tag": (
+        SEARCH.replace("</search> ", "</search>. ") + ANSWER,
+        True,
+    ),
     "document with tags": (
         SEARCH.replace("doc", r"<answer>\boxed{no}</answer> </think> <search> <result>") + ANSWER,
         True,
@@ -450,7 +598,7 @@ def test_an_invented_result_shows_in_the_count():
     assert check_search_format(ANSWER, results=0)
 
 
-# ---------------------------------------------------------------------------------------------- hostile input
+# ------------------------------------------------------------------------------------ hostile input
 
 
 @pytest.mark.parametrize(
@@ -481,7 +629,11 @@ def test_an_invented_result_shows_in_the_count():
 )
 def test_repeated_pieces_finish(piece):
     """50,000 repetitions: something quadratic would not come back for minutes."""
-    for text in (piece * 50_000, "<think>" + piece * 50_000, r"<think>a</think><answer>\boxed{" + piece * 50_000):
+    for text in (
+        piece * 50_000,
+        "<think>" + piece * 50_000,
+        r"<think>a</think><answer>\boxed{" + piece * 50_000,
+    ):
         for parser in ("strict", "paper"):
             parse_response(text, parser)
         extract_answer(text), extract_boxed(text), check_search_format(text)
@@ -489,53 +641,58 @@ def test_repeated_pieces_finish(piece):
     exact_match(long, ["7"]), f1_score(long, [long, "7"])
 
 
-# ---------------------------------------------------------------------------------------------- the case list
+# ------------------------------------------------------------------------------------- known values
 
 
-def rew_02():
+def test_answer_of_a_whole_completion():
     completion = "<think>x</think><answer> Lima </answer>"
-    assert extract_answer(completion) == "Lima" and exact_match(extract_answer(completion), "Lima") == 1.0
+    assert (
+        extract_answer(completion) == "Lima"
+        and exact_match(extract_answer(completion), "Lima") == 1.0
+    )
 
 
-def rew_04():  # the case writes answer tags; the block of this project's strict format is the rewrite
-    assert not parse_response("<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>").well_formed
+def test_two_think_blocks_are_malformed():
+    assert not parse_response(
+        "<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>"
+    ).well_formed
 
 
-def rew_06():
+def test_line_breaks_inside_and_around_blocks():
     assert parse_response("\n<think>a\n\nb</think>\n<rewrite>c</rewrite>\n").well_formed
 
 
-def rew_08():
-    text = "<think>I must fill <rewrite>draft one</rewrite> later</think>\n<rewrite>final one</rewrite>"
+def test_a_rewrite_inside_the_think_block_earns_nothing():
+    text = "<think>I fill <rewrite>draft</rewrite> later</think>\n<rewrite>final one</rewrite>"
     assert not parse_response(text).well_formed and score_rewrite(text, 1) == -0.1
 
 
-def rew_10():
+def test_an_unclosed_answer_is_none():
     text = "<think>x</think><answer>Lima"
     assert extract_answer(text) is None and not check_search_format(text)
 
 
-def rew_12():
+def test_a_blank_rewrite_is_no_query():
     text = "<think>a</think>\n<rewrite>  </rewrite>"
     parsed = parse_response(text)
     assert not parsed.well_formed and parsed.rewrite is None  # nothing to search with
     assert score_rewrite(text, 3) == -0.1
 
 
-def rew_14():
+def test_the_last_box_counts():
     assert extract_boxed("first \\boxed{1}, better \\boxed{2}") == "2"
 
 
-def rew_18():
+def test_a_box_between_latex_brackets():
     assert extract_boxed("<answer> The final answer is \\[ \\boxed{Lima} \\] </answer>") == "Lima"
 
 
-def rew_20():
+def test_an_empty_box_is_an_empty_answer():
     assert extract_boxed("\\boxed{}") == ""
     assert exact_match("", ["Lima", "0", "no"]) == 0.0
 
 
-def rew_22():
+def test_normalisation_in_pairs():
     pairs = [
         ("The Lima", "lima"),
         ("New York City", "city of New York"),
@@ -547,56 +704,57 @@ def rew_22():
         ("well-known", "well known"),
     ]
     assert [exact_match(*pair) for pair in pairs] == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
-    assert [round(f1_score(*pair), 6) for pair in pairs] == [1.0, 0.857143, 0.8, 1.0, 1.0, 0.0, 1.0, 0.0]
+    assert [round(f1_score(*pair), 6) for pair in pairs] == [
+        1.0,
+        0.857143,
+        0.8,
+        1.0,
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
-def rew_24():
-    assert exact_match("Paris", ["Paris", "???"]) == 1.0 and f1_score("Paris", ["Paris", "???"]) == 1.0
+def test_a_gold_that_is_nothing_beside_a_real_one():
+    assert (
+        exact_match("Paris", ["Paris", "???"]) == 1.0 and f1_score("Paris", ["Paris", "???"]) == 1.0
+    )
 
 
-def rew_26():
+def test_an_empty_prediction_earns_nothing():
     assert exact_match("", ["Paris"]) == 0.0 and f1_score("", ["Paris"]) == 0.0
 
 
-def rew_28():  # tokens are what white space separates
+def test_scripts_without_blanks_need_an_exact_copy():  # tokens are what white space separates
     assert f1_score("東京都港区", "東京都千代田区") == 0.0
     assert f1_score("東京都港区", "東京都港区") == 1.0
 
 
-def rew_30():
+def test_accents_composed_and_decomposed():
     pairs = [("Caf\u00e9", "Cafe\u0301"), ("Cafe\u0301", "Caf\u00e9"), ("Cafe", "Caf\u00e9")]
     assert [exact_match(*pair) for pair in pairs] == [1.0, 1.0, 0.0]
 
 
-def rew_32():  # the ASCII rule
+def test_apostrophes_are_deleted_as_ascii_alone():  # the ASCII rule
     assert [
-        exact_match(p, g) for p, g in [("Hawai'i", "Hawaii"), ("Hawai\u2019i", "Hawaii"), ("O'Brien", "OBrien")]
+        exact_match(p, g)
+        for p, g in [("Hawai'i", "Hawaii"), ("Hawai\u2019i", "Hawaii"), ("O'Brien", "OBrien")]
     ] == [1, 0, 1]
 
 
-def rew_34():
+def test_very_long_texts():
     assert exact_match("9" * 6000, "7") == 0.0
     text = "<think>" * 20_000
     assert not parse_response(text).well_formed and not parse_response(text, "paper").well_formed
     assert not check_search_format(text)
 
 
-def rew_36():
+def test_the_format_penalty_replaces_the_rank_reward():
     assert score_rewrite("<think>a</think><rewrite>b", 1) == -0.1
 
 
-CASES = {
-    f"rew-{number:02d}": globals()[f"rew_{number:02d}"]
-    for number in (2, 4, 6, 8, 10, 12, 14, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36)
-}
-
-
-@pytest.mark.parametrize("check", CASES.values(), ids=CASES)
-def test_case(check):
-    check()
-
-
-# ---------------------------------------------------------------------------------------------- copied out alone
+# --------------------------------------------------------------------------------- copied out alone
 
 
 def test_runs_alone_on_the_bare_standard_library(tmp_path):
@@ -612,7 +770,12 @@ def test_runs_alone_on_the_bare_standard_library(tmp_path):
     )
     # -I and -S: no site-packages, no environment, no current folder
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-I", "-S", "-c", program, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in Path(tmp_path).iterdir() if path.name != "__pycache__") == ["reward.py"]
+    assert sorted(path.name for path in Path(tmp_path).iterdir() if path.name != "__pycache__") == [
+        "reward.py"
+    ]

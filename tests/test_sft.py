@@ -124,7 +124,7 @@ def test_blank_targets_are_dropped_and_malformed_ones_are_told(lm, tmp_path, cap
     for target in ("response", "rewrite"):
         examples, dropped = rows_of(lm, path, target=target)
         assert len(examples) == 2 and dict(dropped) == {f"without {target}": 1}
-        assert "note: 1 of the 3 targets" in capsys.readouterr().out
+        assert "note: 1 of the 2 targets" in capsys.readouterr().out
 
 
 def test_mask_goes_by_position_when_pad_is_eos():

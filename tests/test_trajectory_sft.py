@@ -243,7 +243,7 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
     cut["messages"] = cut["messages"][:-1]
     path = write(tmp_path / "t.jsonl", [agent_row(0, end="answered"), long, failed, cut, halfway])
     cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
-    examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), hermes(), cfg, path)
+    examples, dropped = targets.make_examples(trajectories.read_trajectories(path), hermes(), cfg, path, agentic=True)
     assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1,
                                               "without a last answer": 1, "ended as length": 1}
     with pytest.raises(data.DataError, match="in the middle of something"):
@@ -382,7 +382,7 @@ def test_empty_turns_are_dropped_or_refused(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": c}]} for c in ("a", "", " \n", None)]
     rows += [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}]
     path = write(tmp_path / "t.jsonl", rows)
-    examples, dropped = sft.make_trajectory_examples(trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path)
+    examples, dropped = targets.make_examples(trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path, agentic=True)
     assert len(examples) == 1 and dict(dropped) == {"without a last answer": 3, "without a turn to train": 1}
     with pytest.raises(data.DataError, match="t.jsonl:1: an assistant's message in the middle is empty"):
         chat_rows(tmp_path, {"role": "assistant", "content": " "}, {"role": "user", "content": "more"})
