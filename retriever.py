@@ -68,7 +68,7 @@ from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
 # Copies out alone, up to the next such line: it needs transformers, the imports above from the
-# standard library, numpy and torch, and a ValueError named RetrieverError.
+# standard library and other packages, and a ValueError named RetrieverError.
 
 
 @dataclass(frozen=True)
@@ -309,10 +309,9 @@ def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 class PaddedModel:
-    """A model that reads batches of texts, padded to the longest."""
+    """A model that reads texts in batches of `batch_tokens`, padded to the longest text."""
 
     def __init__(self, model: nn.Module, batch_tokens: int, pad: int):
-        """batch_tokens: tokens of a batch, padding included"""
         self.model, self.batch_tokens, self.pad = model, batch_tokens, pad
 
     def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
@@ -618,8 +617,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
     if not first:
         return None
     if cfg.kind != "dense":
-        folder = Path(cfg.index, "bm25")
-        words = build_bm25(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+        words = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.analyzer, cfg.bm25_workers)
         count, indexed = words if cfg.kind == "bm25" else (count, indexed)
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
@@ -630,10 +628,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """`python retriever.py check encoder=… [index=…]`: rank a few sentences by `rank_probes`.
-
-    With an index: also whether this encoder built it.
-    """
+    """Rank a few sentences (`rank_probes`); with an index: also, whether this encoder built it."""
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)
