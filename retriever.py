@@ -356,7 +356,7 @@ def encode_tokens(
     pad: int,
     batch_tokens: int = 8192,
     packed: Any = None,
-    progress: Callable[[int], Any] = abs,
+    progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
     """Token ids of texts, int32 arrays → (len(tokens), D) float32 on the model's device, in order.
 
@@ -393,7 +393,7 @@ def encode(
     query: bool = False,
     batch_tokens: int = 8192,
     counts: dict | None = None,
-    progress: Callable[[int], Any] = abs,
+    progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
     """`texts` → (len(texts), D) float32 on the CPU, in order; passages and queries alike.
 
