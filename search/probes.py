@@ -77,8 +77,8 @@ def rank_probes(queries: Tensor, passages: Tensor) -> dict:
     print(f"\n{first} of {n} answers stand above all passages of other questions")
     if first < 5:
         print(
-            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder holds "
-            "a retriever's trained weights, and whether pooling, prefixes and tokenizer are its own.",
+            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder "
+            "has trained weights of a retriever, and pooling, prefixes and tokenizer of its own.",
             file=sys.stderr,
         )
     mrr = round(sum(1 / rank for rank in ranks) / n, 4)
