@@ -635,7 +635,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     runs.claim_folder(cfg.out, "grpo.py")
     check_engine(cfg.engine, equal_calls=not episodes)
     if episodes:
-        episode.check_episode(cfg.episode, cfg.task)
+        episode.check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:

@@ -483,7 +483,7 @@ def check(cfg: InferConfig) -> None:
         if not getattr(cfg, name):
             raise ConfigError(f"{name} is empty; give {name}=…")
     if cfg.task != "rewrite":
-        check_episode(cfg.episode, cfg.task)
+        check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
     if os.path.isdir(cfg.out):
         raise ConfigError(f"out={cfg.out} is a folder; name a file to write")
     if cfg.prompt == "few-shot" and not cfg.examples:

@@ -62,12 +62,6 @@ _BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def spoken(text: str) -> str:
-    """A turn without its thinking: no think block, closed or not, nor what the prompt opened."""
-    text = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
-    return text.rpartition("</think>")[2]
-
-
 def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
     """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
 

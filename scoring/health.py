@@ -52,12 +52,16 @@ def rank_means(rows: list[dict]) -> dict[str, float]:
 
 
 ANSWER_KEYS = ("em", "f1", "gold_recall", "all_gold", "searches", "notes", "rounds", "model_tokens")
+ENDS = ("answered", "no_answer", "length", "rounds")  # of episodes that did not fail
 
 
 def answer_means(rows: Sequence[dict]) -> dict[str, float]:
-    """Means of episodes' figures; of the gold passages over those that are judged, NaN where none
-    is."""
-    return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS}
+    """Means of episodes' figures, and the share that ended in each way (`end_length`, …).
+
+    Of the gold passages over those that are judged, NaN where none is.
+    """
+    ends = {f"end_{end}": mean([row["end"] == end for row in rows]) for end in ENDS}
+    return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS} | ends
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:

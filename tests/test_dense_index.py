@@ -45,6 +45,7 @@ from retriever import (
 from runs import only_writer
 from search import dense_index
 from search.bm25 import BM25Retriever
+from search.faiss_index import FaissIndex
 from search.fusion import HybridRetriever
 from search.passages import PassageIds, RetrieverError, read_ids, write_ids
 
@@ -78,12 +79,21 @@ def test_what_is_cut_is_counted(tmp_path):
     assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 4, 1)
 
 
-def test_empty_corpus_is_an_error(tmp_path):
+def test_an_empty_corpus_and_an_id_that_stands_twice_are_named(tmp_path):
     tiny_encoder(tmp_path / "e")
-    parts = load_encoder(str(tmp_path / "e"))
-    for build in (lambda: BM25Retriever([]), lambda: build_index(tmp_path / "i", [], *parts)):
-        with pytest.raises(RetrieverError, match="no passages"):
-            build()
+    parts, path = load_encoder(str(tmp_path / "e")), tmp_path / "c.jsonl"
+    for build in (BM25Retriever, lambda corpus: build_index(tmp_path / "i", corpus, *parts)):
+        with pytest.raises(RetrieverError, match="the corpus has no passages"):
+            build([])
+        path.write_text("\n")
+        with pytest.raises(RetrieverError, match="c.jsonl has no passages"):
+            build(str(path))
+        write_corpus(path, [*passages(3), passages(3)[1]])
+        with pytest.raises(
+            RetrieverError,
+            match="c.jsonl:4: passage id 'p0001' occurs more than once .first in line 2",
+        ):
+            build(str(path))
 
 
 def test_index_roundtrip_and_refusals(tmp_path):
@@ -437,6 +447,18 @@ def test_faiss_misses_are_no_passages():
     )
     assert dense.search(["0"], 3) == [[("a", 6.0), ("b", 6.0)]]
     assert dense.gold_ranks(["0", "0", "0"], [["a"], ["d"], ["b", "a"]]) == [2, None, 1]
+
+
+def test_a_list_too_long_for_faiss_on_a_gpu_comes_from_the_cpu():
+    index = FaissIndex.__new__(FaissIndex)
+    index.count = 5000
+    index._index, index._on_cpu = (
+        SimpleNamespace(search=lambda q, k, name=name: (name, k)) for name in ("gpu", "cpu")
+    )
+    assert index.search(np.zeros((1, 2)), 2048) == ("gpu", 2048) and index.search(
+        np.zeros((1, 2)), 2049
+    ) == ("cpu", 2049)
+    assert index.search(np.zeros((1, 2)), 9999) == ("cpu", 5000)
 
 
 def test_two_builders_do_not_share_a_folder(tmp_path):

@@ -50,7 +50,8 @@ def write_formatted_lm(folder: Path) -> None:
     rng, prompt = random.Random(0), [5]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
-    for _ in range(150):
+    for step in range(150):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 150)  # ends where small steps keep the form
         rows = [encode_example(tokenizer, prompt, response_text("a", f"alpha{rng.randrange(10)}"), 2)[0] for _ in range(8)]
         tokens = torch.tensor(rows)
         loss = -token_logprobs(model, tokens, torch.ones_like(tokens)).mean()

@@ -7,20 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_infer import CPU
 from tiny import tiny_lm, tiny_tokenizer
-from episodes import episode
-from episodes import trajectories
+
 import data
+import distributed
 import sft
+import targets
 from config import ConfigError
-from episodes.episode import encode_trajectory
-from packing import token_logprobs
+from episodes import trajectories
+from model import prepare_causal_lm
 from prompts import encode_example
 from runs import write_jsonl
 
-TOOLS = [{"type": "function", "function": {"name": "search", "description": "finds passages", "parameters": {
-    "type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "finds passages",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
+        },
+    }
+]
 # A template with tools in Qwen's hermes form: results are a user turn, neighbouring results share it.
 HERMES = """\
 {%- if tools %}<|im_start|>system
@@ -48,9 +60,12 @@ REASONING{{ m.content }}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # As the hybrid Qwen3's: thoughts of turns before the last user message are dropped, the last turn shows an empty block.
-FORGETS = HERMES.replace("REASONING", "{% set ns = namespace(last=0) %}{% for x in messages %}{% if x.role == 'user' %}"
-                         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% if loop.index0 > ns.last and (loop.last "
-                         "or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}")
+FORGETS = HERMES.replace(
+    "REASONING",
+    "{% set ns = namespace(last=0) %}{% for x in messages %}{% if x.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% if loop.index0 > ns.last and (loop.last "
+    "or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}",
+)
 
 
 def hermes(template=HERMES.replace("REASONING", "")):
@@ -60,15 +75,23 @@ def hermes(template=HERMES.replace("REASONING", "")):
 
 
 def call(query, name="search"):
-    return {"id": "c", "type": "function", "function": {"name": name, "arguments": json.dumps({"query": query})}}
+    return {
+        "id": "c",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps({"query": query})},
+    }
 
 
 def conversation(*between):
-    return [{"role": "system", "content": "Answer."}, {"role": "user", "content": "where is Ann?"},
-            {"role": "assistant", "content": "I look.", "tool_calls": [call("Ann"), call("Ann home")]},
-            {"role": "tool", "tool_call_id": "c", "content": "Ann lives in Oslo."},
-            {"role": "tool", "tool_call_id": "c", "content": "nothing<|im_end|>"}, *between,
-            {"role": "assistant", "content": "<answer>Oslo</answer>"}]
+    return [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "where is Ann?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call("Ann"), call("Ann home")]},
+        {"role": "tool", "tool_call_id": "c", "content": "Ann lives in Oslo."},
+        {"role": "tool", "tool_call_id": "c", "content": "nothing<|im_end|>"},
+        *between,
+        {"role": "assistant", "content": "<answer>Oslo</answer>"},
+    ]
 
 
 def trained(tokenizer, ids, mask):
@@ -82,8 +105,10 @@ def trained(tokenizer, ids, mask):
     return [tokenizer.decode(part) for part in out]
 
 
-FIRST = ('I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "Ann"}}\n</tool_call>\n<tool_call>\n'
-         '{"name": "search", "arguments": {"query": "Ann home"}}\n</tool_call><|im_end|>')
+FIRST = (
+    'I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "Ann"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "search", "arguments": {"query": "Ann home"}}\n</tool_call><|im_end|>'
+)
 
 
 def test_assistant_turns_calls_and_turn_ends_are_trained_and_nothing_else():
@@ -92,30 +117,54 @@ def test_assistant_turns_calls_and_turn_ends_are_trained_and_nothing_else():
     assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
     assert len(mask) == len(ids) - 1
     text = tokenizer.apply_chat_template(
-        json.loads(json.dumps(conversation()).replace("<|im_end|>", "< |im_end|>").replace('"arguments": "{\\"query\\": \\"Ann\\"}"', '"arguments": {"query": "Ann"}')
-                   .replace('"arguments": "{\\"query\\": \\"Ann home\\"}"', '"arguments": {"query": "Ann home"}')), tools=TOOLS, tokenize=False)
-    assert tokenizer.decode(ids) == text.removesuffix("\n")  # an independent rendering of the whole; the results' text ends no turn
+        json.loads(
+            json.dumps(conversation())
+            .replace("<|im_end|>", "< |im_end|>")
+            .replace('"arguments": "{\\"query\\": \\"Ann\\"}"', '"arguments": {"query": "Ann"}')
+            .replace(
+                '"arguments": "{\\"query\\": \\"Ann home\\"}"', '"arguments": {"query": "Ann home"}'
+            )
+        ),
+        tools=TOOLS,
+        tokenize=False,
+    )
+    assert tokenizer.decode(ids) == text.removesuffix(
+        "\n"
+    )  # an independent rendering of the whole; the results' text ends no turn
 
 
 def test_a_template_without_tools_spells_them_and_one_that_drops_things_is_refused():
     tokenizer = tiny_tokenizer()  # plain ChatML
     ids, mask = trajectories.encode_messages(tokenizer, conversation(), TOOLS, "row")
     assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
-    assert "finds passages" in tokenizer.decode(ids) and "<tool_response>\nAnn lives in Oslo.\n</tool_response>" in tokenizer.decode(ids)
+    assert "finds passages" in tokenizer.decode(
+        ids
+    ) and "<tool_response>\nAnn lives in Oslo.\n</tool_response>" in tokenizer.decode(ids)
     without = trajectories.encode_messages(tokenizer, conversation()[1:], TOOLS, "row")
     assert "finds passages" in tokenizer.decode(without[0])
 
 
 def test_reasoning_is_in_the_target_or_an_error():
-    """sft-05"""
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "reasoning_content": "r7", "content": "a7"}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "reasoning_content": "r7", "content": "a7"},
+    ]
     tokenizer = hermes(FORGETS)
-    assert trained(tokenizer, *trajectories.encode_messages(tokenizer, messages, [], "row")) == ["<think>\nr7\n</think>\n\na7<|im_end|>"]
+    assert trained(tokenizer, *trajectories.encode_messages(tokenizer, messages, [], "row")) == [
+        "<think>\nr7\n</think>\n\na7<|im_end|>"
+    ]
     for plain in (tiny_tokenizer(), hermes()):
-        with pytest.raises(data.DataError, match="leaves out the reasoning_content.*between <think> and </think>"):
+        with pytest.raises(
+            data.DataError, match="leaves out the reasoning_content.*between <think> and </think>"
+        ):
             trajectories.encode_messages(plain, messages, [], "row")
         with pytest.raises(data.DataError, match="leaves out the reasoning_content"):
-            trajectories.encode_messages(plain, messages[:1] + [messages[1] | {"tool_calls": [call("x")]}] + messages, TOOLS, "row")
+            trajectories.encode_messages(
+                plain,
+                messages[:1] + [messages[1] | {"tool_calls": [call("x")]}] + messages,
+                TOOLS,
+                "row",
+            )
 
 
 def test_a_template_that_rewrites_earlier_turns():
@@ -124,9 +173,14 @@ def test_a_template_that_rewrites_earlier_turns():
     think = conversation()
     think[2] |= {"reasoning_content": "who?"}
     ids, mask = trajectories.encode_messages(tokenizer, think, TOOLS, "row")
-    assert trained(tokenizer, ids, mask) == ["<think>\nwho?\n</think>\n\n" + FIRST, "<think>\n\n</think>\n\n<answer>Oslo</answer><|im_end|>"]
+    assert trained(tokenizer, ids, mask) == [
+        "<think>\nwho?\n</think>\n\n" + FIRST,
+        "<think>\n\n</think>\n\n<answer>Oslo</answer><|im_end|>",
+    ]
     more = [*think, {"role": "user", "content": "and Bob?"}, {"role": "assistant", "content": "no"}]
-    with pytest.raises(data.DataError, match="leaves out the reasoning_content|writes earlier turns anew"):
+    with pytest.raises(
+        data.DataError, match="leaves out the reasoning_content|writes earlier turns anew"
+    ):
         trajectories.encode_messages(tokenizer, more, TOOLS, "row")
 
 
@@ -135,20 +189,39 @@ def test_results_inside_a_search_turn_are_not_trained():
     text = "<think>a</think> <search>b</search> <result>\nc\n</result> <think>d</think> <answer>\\boxed{e}</answer>"
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
     ids, mask = trajectories.encode_messages(tokenizer, messages, [], "row")
-    assert trained(tokenizer, ids, mask) == ["<think>a</think> <search>b</search>", " <think>d</think> <answer>\\boxed{e}</answer><|im_end|>"]
+    assert trained(tokenizer, ids, mask) == [
+        "<think>a</think> <search>b</search>",
+        " <think>d</think> <answer>\\boxed{e}</answer><|im_end|>",
+    ]
 
 
 def agent_row(i=0, question="where is Ann?", **changes):
     """A row as infer.py writes it."""
     messages = conversation()
     messages[1]["content"] = question
-    messages[2]["text"], messages[-1]["text"] = FIRST.removesuffix("<|im_end|>"), "<answer>Oslo</answer>"
+    messages[2]["text"], messages[-1]["text"] = (
+        FIRST.removesuffix("<|im_end|>"),
+        "<answer>Oslo</answer>",
+    )
     messages[4]["content"] = "nothing"
-    return {"rollout_id": f"q{i}#0", "id": f"q{i}", "question": question, "golden_answers": ["Oslo"], "task": "agent",
-            "messages": messages, "tools": TOOLS, "template": "instruct", "rounds": 2, "error": None, "pred": "Oslo",
-            "response_meta": {"usage": {"prompt_tokens": 10 + i, "completion_tokens": 5, "total_tokens": 15 + i}},
-            "all_turns_tokens": {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29},
-            "metric_score": dict(em=1.0, f1=1.0, acc=1.0, precision=1.0, recall=1.0)} | changes
+    return {
+        "rollout_id": f"q{i}#0",
+        "id": f"q{i}",
+        "question": question,
+        "golden_answers": ["Oslo"],
+        "task": "agent",
+        "messages": messages,
+        "tools": TOOLS,
+        "template": "instruct",
+        "rounds": 2,
+        "error": None,
+        "pred": "Oslo",
+        "response_meta": {
+            "usage": {"prompt_tokens": 10 + i, "completion_tokens": 5, "total_tokens": 15 + i}
+        },
+        "all_turns_tokens": {"prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29},
+        "metric_score": dict(em=1.0, f1=1.0, acc=1.0, precision=1.0, recall=1.0),
+    } | changes
 
 
 @pytest.mark.parametrize("tokenizer", [hermes(), tiny_tokenizer()], ids=["tools", "spelled"])
@@ -156,8 +229,11 @@ def test_both_ways_of_encoding_agree(tokenizer):
     """By the sampled texts (infer.py's rows) and by the template: the same ids and masks where the model wrote what the
     template would."""
     row = agent_row()
-    assert trajectories.encode(tokenizer, row) == encode_trajectory(tokenizer, row) == trajectories.encode_messages(
-        tokenizer, row["messages"], row["tools"], "row")
+    assert (
+        trajectories.encode(tokenizer, row)
+        == trajectories.encode_sampled(tokenizer, row)
+        == trajectories.encode_messages(tokenizer, row["messages"], row["tools"], "row")
+    )
 
 
 def write(path, rows):
@@ -170,25 +246,50 @@ def test_three_forms_of_one_record_train_the_same(tmp_path):
     row = trajectories.read_trajectories(write(tmp_path / "a.jsonl", [agent_row()]))[0]
     forms = {"openai": trajectories.to_openai(row), "swift": trajectories.to_swift(row)}
     assert set(forms["openai"]["messages"][2]) == {"role", "content", "tool_calls"}
-    assert [m["role"] for m in forms["swift"]["messages"]] == ["system", "user", "assistant", "tool_call", "tool_call", "tool", "tool", "assistant"]
-    assert json.loads(forms["swift"]["messages"][3]["content"]) == {"name": "search", "arguments": {"query": "Ann"}}
+    assert [m["role"] for m in forms["swift"]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool_call",
+        "tool_call",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    assert json.loads(forms["swift"]["messages"][3]["content"]) == {
+        "name": "search",
+        "arguments": {"query": "Ann"},
+    }
     assert json.loads(forms["swift"]["tools"]) == TOOLS
     for name, form in forms.items():
         again = trajectories.read_trajectories(write(tmp_path / f"{name}.jsonl", [form]))[0]
         assert trajectories.encode(tokenizer, again) == trajectories.encode(tokenizer, row), name
     thinking = agent_row()
     thinking["messages"][2] |= {"content": "<think>who</think> I look.", "reasoning_content": "who"}
-    assert trajectories.to_openai(thinking)["messages"][2]["content"] == "<think>who</think> I look."
+    assert (
+        trajectories.to_openai(thinking)["messages"][2]["content"] == "<think>who</think> I look."
+    )
     thinking["messages"][2]["content"] = ""
     assert trajectories.to_swift(thinking)["messages"][2]["content"] == "<think>\nwho\n</think>"
 
 
-@pytest.mark.parametrize("row, message", [
-    ({"messages": "x"}, "messages must be a list"), ({"messages": [{"role": "assistant", "content": "a"}]}, "must run from a question"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "must run from a question"),
-    ({"messages": [{"role": "user", "content": "a"}, {"role": "judge", "content": "b"}]}, "role 'judge'"),
-    ({"messages": [{"role": "user", "content": "a"}, {"role": "tool_call", "content": "{"}]}, "not valid JSON"),
-    ({"messages": conversation(), "tools": [{"name": "x"}]}, "tools must be a list")])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": "x"}, "messages must be a list"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "must run from a question"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "must run from a question"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "judge", "content": "b"}]},
+            "role 'judge'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "tool_call", "content": "{"}]},
+            "not valid JSON",
+        ),
+        ({"messages": conversation(), "tools": [{"name": "x"}]}, "tools must be a list"),
+    ],
+)
 def test_bad_rows_name_file_and_line(tmp_path, row, message):
     with pytest.raises(data.DataError, match=rf"t\.jsonl:2: .*{message}"):
         trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row(), row]))
@@ -198,23 +299,37 @@ def test_bad_rows_name_file_and_line(tmp_path, row, message):
 
 # ------------------------------------------------------------------------------------------------------------ choosing
 
+
 def test_success_balance_and_firsts():
-    rows = [agent_row(0), agent_row(1, metric_score=dict(em=0.0, f1=0.8)), agent_row(2, metric_score=dict(em=0.0, f1=0.79)),
-            agent_row(3, error="tool_error: x"), {"messages": conversation()}]
+    rows = [
+        agent_row(0),
+        agent_row(1, metric_score=dict(em=0.0, f1=0.8)),
+        agent_row(2, metric_score=dict(em=0.0, f1=0.79)),
+        agent_row(3, error="tool_error: x"),
+        {"messages": conversation()},
+    ]
     assert [trajectories.succeeded(r, "em") for r in rows] == [True, False, False, False, False]
     assert [trajectories.succeeded(r, "f1") for r in rows] == [True, True, False, False, False]
-    many = [agent_row(i, rounds=1 + (i % 10 == 0), metadata={"type": "ab"[i % 2]}) for i in range(40)]
+    many = [
+        agent_row(i, rounds=1 + (i % 10 == 0), metadata={"type": "ab"[i % 2]}) for i in range(40)
+    ]
     for by, counts in (("rounds", [5, 4]), ("type", [5, 5]), ("tool_calls", [5])):
         kept = trajectories.balance(many, by, 5, seed=1)
         values = [trajectories.CLASSES[by](r) for r in kept]
         assert sorted((values.count(v) for v in set(values)), reverse=True) == counts, by
-        assert kept == trajectories.balance(many, by, 5, seed=1) != trajectories.balance(many, by, 5, seed=2)
+        assert (
+            kept
+            == trajectories.balance(many, by, 5, seed=1)
+            != trajectories.balance(many, by, 5, seed=2)
+        )
         assert [many.index(r) for r in kept] == sorted(many.index(r) for r in kept)
-    assert trajectories.first_of_each([agent_row(0, rollout_id=f"q0#{k}") for k in range(4)] + [agent_row(1)], 2) == [
-        agent_row(0, rollout_id="q0#0"), agent_row(0, rollout_id="q0#1"), agent_row(1)]
+    assert trajectories.first_of_each(
+        [agent_row(0, rollout_id=f"q0#{k}") for k in range(4)] + [agent_row(1)], 2
+    ) == [agent_row(0, rollout_id="q0#0"), agent_row(0, rollout_id="q0#1"), agent_row(1)]
 
 
 # ------------------------------------------------------------------------------------------------------------ training
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
@@ -231,8 +346,18 @@ def lm(tmp_path_factory):
 
 
 def config(lm, records, output, **changes):
-    values = dict(stage="train", model=lm, records=records, out=str(output), epochs=2, lr=3e-3, sequences_per_step=3,
-                  micro_batch_tokens=1500, heldout_fraction=0.25, save_every=10)
+    values = dict(
+        stage="train",
+        model=lm,
+        records=records,
+        out=str(output),
+        epochs=2,
+        lr=3e-3,
+        sequences_per_step=3,
+        micro_batch_tokens=1500,
+        heldout_fraction=0.25,
+        save_every=10,
+    )
     return sft.SFTConfig(**values | changes)
 
 
@@ -243,93 +368,88 @@ def test_over_long_failed_and_unfinished_rows_are_dropped_and_counted(lm, tmp_pa
     cut["messages"] = cut["messages"][:-1]
     path = write(tmp_path / "t.jsonl", [agent_row(0, end="answered"), long, failed, cut, halfway])
     cfg = config(lm, path, "unused", max_length=len(trajectories.encode(hermes(), agent_row(0))[0]))
-    examples, dropped = targets.make_examples(trajectories.read_trajectories(path), hermes(), cfg, path, agentic=True)
-    assert len(examples) == 1 and dropped == {f"longer than {cfg.max_length} tokens": 1, "failed for a technical reason": 1,
-                                              "without a last answer": 1, "ended as length": 1}
-    with pytest.raises(data.DataError, match="in the middle of something"):
-        episode.encode_trajectory(hermes(), halfway)
-    with pytest.raises(data.DataError, match="none of its 5 trajectories"):
+    examples, dropped = targets.make_examples(
+        trajectories.read_trajectories(path), hermes(), cfg, path, agentic=True
+    )
+    assert len(examples) == 1 and dropped == {
+        f"longer than {cfg.max_length} tokens": 1,
+        "failed for a technical reason": 1,
+        "without a last answer": 1,
+        "ended as length": 1,
+    }
+    with pytest.raises(data.DataError, match="none of its 5 records"):
         sft.main(config(lm, path, tmp_path / "o", max_length=10))
 
 
 def examples_of(count=5):
     rows = [agent_row(i, "where is " + "Ann" * (i + 1) + "?") for i in range(count)]
-    return [sft.Example(*trajectories.encode(hermes(), r), f"c{i}") for i, r in enumerate(rows)]
+    return [targets.Example(*trajectories.encode(hermes(), r), f"c{i}") for i, r in enumerate(rows)]
 
 
-def test_packed_samples_do_not_see_each_other():
-    """Every token's log-probability in a packed pass is what it is alone, with positions from 0; the mask never reaches
-    over a border."""
-    examples = examples_of()
-    longest = max(len(e.tokens) for e in examples)
-    batches = sft.micro_batches(examples, 2 * longest + 1, 0, CPU)
-    assert sorted(len(b.tokens) for b in batches) == [1, 2, 2]
-    assert all(int(b.attention_mask.sum()) <= 2 * longest + 1 for b in batches)
-    assert len(sft.micro_batches(examples, 1, 0, CPU)) == 5  # a longer one has a pass of its own
-    from model import prepare_causal_lm
-    model = prepare_causal_lm(tiny_lm())
-    for batch in batches:
-        groups = (batch.prompt_lengths, torch.arange(len(batch.tokens)))
-        packed = token_logprobs(model, batch.tokens, batch.attention_mask, positions=batch.loss_mask, groups=groups)
-        for row, logprobs, mask in zip(batch.tokens, packed, batch.loss_mask):
-            (alone,) = [e for e in examples if e.tokens == row[:len(e.tokens)].tolist() and not row[len(e.tokens):].any()]
-            logits = model(torch.tensor([alone.tokens[:-1]])).logits[0].log_softmax(-1)
-            expected = logits.gather(-1, torch.tensor(alone.tokens[1:])[:, None]).squeeze(-1) * torch.tensor(alone.loss_mask)
-            assert mask[:len(alone.loss_mask)].tolist() == [bool(m) for m in alone.loss_mask]
-            torch.testing.assert_close((logprobs * mask)[:len(expected)], expected, atol=2e-5, rtol=0)
-
-
-def test_gradient_does_not_depend_on_packing():
-    examples = examples_of()
-    results = []
-    for budget in (1, 700, 1500, 100000):
-        model = tiny_lm().double()
-        parts = sft.micro_batches(examples, budget, 0, CPU)
-        loss, norm = sft.train_step(model, torch.optim.SGD(model.parameters()), parts, sum(sum(e.loss_mask) for e in examples), 1.0, 1e9)
-        results.append((loss, norm, model.state_dict()))
-    for loss, norm, state in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-6) and norm == pytest.approx(results[0][1], rel=1e-5)
-        assert all((state[k] - v).abs().max() < 1e-6 for k, v in results[0][2].items())
-
-
-def test_heldout_loss_counts_every_turn(lm):
-    examples = examples_of()
-    model = tiny_lm()
-    where = sft.distributed.setup()
-    try:
-        found = sft.heldout_loss(model, sft.micro_batches(examples, 1, 0, where))
-    finally:
-        sft.distributed.cleanup()
-    total = count = 0
+@pytest.mark.parametrize("budget", [1, 1200, 100000])
+def test_loss_and_gradient_of_packed_rows_are_those_of_each_row_alone(dist, budget):
+    """Rows of several trained turns: no row sees another, and the mask never reaches over a border."""
+    examples, oracle = examples_of(), tiny_lm().double()
+    count, total = sum(sum(e.loss_mask) for e in examples), 0.0
     for e in examples:
-        logits = model(torch.tensor([e.tokens[:-1]])).logits[0].log_softmax(-1)
-        mask, targets = torch.tensor(e.loss_mask).bool(), torch.tensor(e.tokens[1:])
-        total, count = total - float(logits.detach()[mask, targets[mask]].sum()), count + int(mask.sum())
-    assert found["heldout_loss"] == pytest.approx(total / count, rel=1e-5)
+        logits = oracle(torch.tensor([e.tokens[:-1]])).logits[0]
+        labels = torch.tensor(e.tokens[1:]).masked_fill(~torch.tensor(e.loss_mask).bool(), -100)
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    model = distributed.shard_model(prepare_causal_lm(tiny_lm().double()), dist)
+    optimizer = torch.optim.SGD(model.parameters())
+    batches = sft.step_batches(model, examples, budget, 0, dist)
+    assert len(batches) == {1: 5, 1200: 2, 100000: 1}[budget]
+    assert sft.heldout_loss(model, batches)["heldout_loss"] == pytest.approx(total, rel=1e-5)
+    loss, _ = sft.train_step(model, optimizer, batches, count, 1.0, 1e9)
+    assert loss == pytest.approx(total, rel=1e-5)
+    after = {name: distributed.full_tensor(p) for name, p in model.state_dict().items()}
+    for name, p in oracle.named_parameters():
+        assert (after[name] - (p.detach() - p.grad)).abs().max() < 1e-6, name
 
 
 def test_a_run_on_trajectories(lm, tmp_path):
     rows = [agent_row(i, f"where is Ann{i}?") for i in range(6)]
-    path = write(tmp_path / "t.jsonl", [r | {"rollout_id": f"{r['id']}#{k}"} for r in rows for k in range(2)])
+    path = write(
+        tmp_path / "t.jsonl", [r | {"rollout_id": f"{r['id']}#{k}"} for r in rows for k in range(2)]
+    )
     result = sft.main(config(lm, path, tmp_path / "o", micro_batch_tokens=1500))["train"]
     lines = [row for _, row in data.read_jsonl(str(tmp_path / "o/metrics.jsonl"))]
-    assert result["heldout"] == 4 and result["records"] == 8  # both rollouts of a question are held out together
-    assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"] and Path(result["model"], "config.json").exists()
+    assert (
+        result["heldout"] == 4 and result["records"] == 8
+    )  # both rollouts of a question are held out together
+    assert (
+        lines[-1]["heldout_loss"] < lines[0]["heldout_loss"]
+        and Path(result["model"], "config.json").exists()
+    )
     with pytest.raises(ConfigError, match="target=rewrite is for turns"):
         sft.main(config(lm, path, tmp_path / "p", target="rewrite"))
 
 
 def test_ids_of_any_kind(tmp_path):
     path = write(tmp_path / "t.jsonl", [agent_row(0, rollout_id=[1])])
-    with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id is .1."):
+    with pytest.raises(data.DataError, match="t.jsonl:1: rollout_id .1. must"):
         trajectories.read_trajectories(path)
     assert trajectories.question_key(agent_row(0) | {"id": 0}) == "0"
 
 
 def chat_rows(tmp_path, *turns, **keys):
     """The rows of a file with one chat, whose assistant's message has these keys."""
-    return trajectories.read_trajectories(write(tmp_path / "t.jsonl", [
-        {"messages": [{"role": "user", "content": "q"}, *turns, {"role": "assistant", "content": "a"} | keys]}]))
+    return trajectories.read_trajectories(
+        write(
+            tmp_path / "t.jsonl",
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": "q"},
+                        *turns,
+                        {"role": "assistant", "content": "a"} | keys,
+                    ]
+                }
+            ],
+        )
+    )
 
 
 def texts(tmp_path, *turns, tokenizer=None, **keys):
@@ -341,16 +461,71 @@ def test_turns_that_are_not_to_be_trained_are_not(tmp_path):
     """OpenAI's weight and ms-swift's loss."""
     more = {"role": "user", "content": "more"}
     for untrained in ({"weight": 0}, {"loss": False}):
-        assert texts(tmp_path, {"role": "assistant", "content": "b"} | untrained, more) == ["a<|im_end|>"]
-    assert texts(tmp_path, {"role": "assistant", "content": "b", "weight": 1, "loss": None}, more, loss=True) == [
-        "b<|im_end|>", "a<|im_end|>"]
+        assert texts(tmp_path, {"role": "assistant", "content": "b"} | untrained, more) == [
+            "a<|im_end|>"
+        ]
+    assert texts(
+        tmp_path, {"role": "assistant", "content": "b", "weight": 1, "loss": None}, more, loss=True
+    ) == ["b<|im_end|>", "a<|im_end|>"]
     with pytest.raises(data.DataError, match="t.jsonl:1: weight of a message is '0.5'"):
         chat_rows(tmp_path, weight=0.5)
 
 
+def test_marks_of_untrained_turns_hold_in_every_form(tmp_path):
+    """On a sampled turn, on a call of its own message, and in exports."""
+    tokenizer, last = hermes(), ["<answer>Oslo</answer><|im_end|>"]
+    for mark in ({"weight": 0}, {"loss": False}):
+        row = agent_row()
+        row["messages"][2] |= mark
+        (row,) = trajectories.read_trajectories(write(tmp_path / "a.jsonl", [row]))
+        ids, mask = trajectories.encode(tokenizer, row)
+        assert (
+            trained(tokenizer, ids, mask) == last
+            and ids == trajectories.encode(tokenizer, agent_row())[0]
+        )
+        openai, swift = trajectories.to_openai(row), trajectories.to_swift(row)
+        assert [m.get("weight") for m in openai["messages"]] == [None, None, 0, None, None, None]
+        assert [m.get("loss") for m in swift["messages"]] == [
+            None,
+            None,
+            False,
+            False,
+            False,
+            None,
+            None,
+            None,
+        ]
+        for form in (openai, swift):
+            (again,) = trajectories.read_trajectories(write(tmp_path / "b.jsonl", [form]))
+            assert trajectories.encode(tokenizer, again) == (ids, mask)
+
+
+def test_a_call_that_is_not_trained(tmp_path):
+    made = {
+        "role": "tool_call",
+        "content": '{"name": "search", "arguments": {"query": "x"}}',
+        "loss": False,
+    }
+    found = {"role": "tool", "content": "r"}
+    assert texts(tmp_path, made, found, tokenizer=hermes()) == ["a<|im_end|>"]
+    assert texts(
+        tmp_path,
+        {"role": "assistant", "content": "b", "loss": False},
+        made,
+        found,
+        tokenizer=hermes(),
+    ) == ["a<|im_end|>"]
+    with pytest.raises(
+        data.DataError, match="t.jsonl:1: an assistant's message and its tool_call differ in loss"
+    ):
+        chat_rows(tmp_path, {"role": "assistant", "content": "b"}, made, found)
+
+
 def test_thoughts_under_other_names_are_thoughts_and_old_calls_are_refused(tmp_path):
     for key in ("reasoning_content", "reasoning", "thinking"):
-        assert texts(tmp_path, tokenizer=hermes(FORGETS), **{key: "r7"}) == ["<think>\nr7\n</think>\n\na<|im_end|>"]
+        assert texts(tmp_path, tokenizer=hermes(FORGETS), **{key: "r7"}) == [
+            "<think>\nr7\n</think>\n\na<|im_end|>"
+        ]
     with pytest.raises(data.DataError, match="t.jsonl:1: a message has function_call"):
         chat_rows(tmp_path, content=None, function_call={"name": "search"})
 
@@ -359,7 +534,10 @@ def test_an_eos_that_is_spelled_out_is_the_turns_end_and_not_text(tmp_path):
     assert texts(tmp_path, content="a b<|im_end|>\n") == ["a b<|im_end|>"]
     assert texts(tmp_path, content="a <|im_end|> b") == ["a < |im_end|> b<|im_end|>"]
     tokenizer = tiny_tokenizer()
-    for target, shown in (("<rewrite>x</rewrite><|im_end|>", "<rewrite>x</rewrite>"), ("a <|im_end|> x", "a < |im_end|> x")):
+    for target, shown in (
+        ("<rewrite>x</rewrite><|im_end|>", "<rewrite>x</rewrite>"),
+        ("a <|im_end|> x", "a < |im_end|> x"),
+    ):
         ids, mask = encode_example(tokenizer, [7, 8], target, 2)
         assert trained(tokenizer, ids, mask) == [shown + "<|im_end|>"] and ids.count(2) == 1
 
@@ -367,22 +545,46 @@ def test_an_eos_that_is_spelled_out_is_the_turns_end_and_not_text(tmp_path):
 def test_the_models_own_text_keeps_added_tokens_that_are_not_special(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
-    assert texts(tmp_path, tokenizer=tokenizer, content="<think>t</think>a") == ["<think>t</think>a<|im_end|>"]
+    assert texts(tmp_path, tokenizer=tokenizer, content="<think>t</think>a") == [
+        "<think>t</think>a<|im_end|>"
+    ]
 
 
-@pytest.mark.parametrize("result", ["<result>\nR\n</result>", "<result>R</result>", "<information>R\nS</information>"])
+@pytest.mark.parametrize(
+    "result", ["<result>\nR\n</result>", "<result>R</result>", "<information>R\nS</information>"]
+)
 def test_results_inside_a_turn_are_not_trained_whatever_their_form(tmp_path, result):
     assert texts(tmp_path, content=f"<search>s</search> {result} <answer>a</answer>") == [
-        "<search>s</search>", " <answer>a</answer><|im_end|>"]
+        "<search>s</search>",
+        " <answer>a</answer><|im_end|>",
+    ]
 
 
 def test_empty_turns_are_dropped_or_refused(tmp_path):
     from test_sft import config
 
-    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": c}]} for c in ("a", "", " \n", None)]
-    rows += [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}]
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": c}]}
+        for c in ("a", "", " \n", None)
+    ]
+    rows += [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "weight": 0},
+            ]
+        }
+    ]
     path = write(tmp_path / "t.jsonl", rows)
-    examples, dropped = targets.make_examples(trajectories.read_trajectories(path), tiny_tokenizer(), config("lm", path, "out"), path, agentic=True)
-    assert len(examples) == 1 and dict(dropped) == {"without a last answer": 3, "without a turn to train": 1}
-    with pytest.raises(data.DataError, match="t.jsonl:1: an assistant's message in the middle is empty"):
-        chat_rows(tmp_path, {"role": "assistant", "content": " "}, {"role": "user", "content": "more"})
+    rows, cfg = trajectories.read_trajectories(path), config("lm", path, "out")
+    examples, dropped = targets.make_examples(rows, tiny_tokenizer(), cfg, path, agentic=True)
+    assert len(examples) == 1 and dict(dropped) == {
+        "without a last answer": 3,
+        "without a turn to train": 1,
+    }
+    with pytest.raises(
+        data.DataError, match="t.jsonl:1: an assistant's message in the middle is empty"
+    ):
+        chat_rows(
+            tmp_path, {"role": "assistant", "content": " "}, {"role": "user", "content": "more"}
+        )
