@@ -70,13 +70,14 @@ def test_what_is_cut_is_counted(tmp_path):
         Passage("c", "", "red fox"),
     ]
     dense = DenseRetriever(build_index(tmp_path / "i", corpus, *parts), *parts)
-    bm25 = BM25Retriever(corpus)
-    bm25.cut_queries = 1
+    bm25 = BM25Retriever(corpus, query_words=3)
     hybrid = HybridRetriever(dense, bm25)
     assert (dense.cut_queries, dense.cut_passages) == (0, 1)
     dense.search(["123456", "1234567", "12345678"], 1)  # two special tokens beside the bytes
     dense.gold_ranks(["1234567"], [["a"]])
-    assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 4, 1)
+    assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 3, 1)
+    hybrid.search(["a b c", "a red fox runs"], 1)
+    assert (dense.cut_queries, bm25.cut_queries, hybrid.cut_queries) == (4, 1, 5)
 
 
 def test_an_empty_corpus_and_an_id_that_stands_twice_are_named(tmp_path):
