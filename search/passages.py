@@ -18,16 +18,17 @@ from array import array
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Literal, Sequence
+from typing import Annotated, Callable, Iterable, Iterator, Literal, Sequence
 
 import numpy as np
 
+from config import above, at_least, between
 from data import DataError, Passage, _scrub, located_lines, located_passages
-from runs import atomic_write
+from runs import atomic_write, path_with_digest
 
 FAILED = float("nan")  # in a list of ranks: a technical failure, excluded and counted by the caller
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
@@ -43,9 +44,10 @@ class RetrieverError(ValueError):
 @dataclass
 class RetrieverConfig:
     kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
-    """which retriever: words (bm25), vectors (dense), both fused (hybrid), what serve.py serves elsewhere (remote)"""
+    """words (bm25), vectors (dense), both fused (hybrid), what a serve.py serves (remote)"""
     corpus: str = ""
-    """corpus file (JSONL or TSV): what an index is built from; without a saved one, BM25 is built from it in memory"""
+    """corpus file (JSONL or TSV) that an index is built from; BM25 without a saved index is built
+    from it in memory"""
     index: str = ""
     """folder of saved indexes, with subfolders dense/ and bm25/"""
     encoder: str = ""
@@ -58,52 +60,79 @@ class RetrieverConfig:
     """text put before queries; unset: 'query: ' for E5, none otherwise"""
     passage_prefix: str | None = None
     """text put before passages; unset: 'passage: ' for E5, none otherwise"""
-    query_length: int | None = None
+    query_length: Annotated[int | None, at_least(3)] = None
     """tokens a query may have; unset: 512 or the model's limit"""
-    passage_length: int | None = None
+    passage_length: Annotated[int | None, at_least(3)] = None
     """tokens a passage may have; unset: 384 or the model's limit"""
-    batch_tokens: int = 0
+    batch_tokens: Annotated[int, at_least(0)] = 0
     """tokens of one encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
-    shard_size: int = 65536
+    shard_size: Annotated[int, at_least(1)] = 65536
     """passages of one index file; a killed build loses at most one or two of them on every rank"""
-    workers: int = -1
-    """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with a GPU, else none"""
+    workers: Annotated[int, at_least(-1)] = -1
+    """processes of a rank that read and tokenise while it encodes; -1: its share of the cores with
+    a GPU, else none"""
     across_ranks: bool = False
-    """dense, under torchrun: each rank holds its share of the vectors, all ranks search together (task rewrite)"""
+    """dense, under torchrun: each rank holds its share of the vectors, all ranks search together"""
     verify: bool = False
-    """when an index is opened: compare the checksums of a dense one, and corpus with what was indexed; reads all"""
+    """when an index is opened: compare the checksums of a dense one, and corpus with what was
+    indexed; reads all"""
     faiss: str = ""
-    """factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32, …); empty: exact search"""
-    nprobe: int | None = None
-    """FAISS: lists of an IVF index that a search looks at; unset: as the index was saved, 32 when it is built"""
-    ef_search: int | None = None
-    """FAISS: width of the front in an HNSW graph; unset: as the index was saved, 128 when it is built"""
+    """factory string of a FAISS index beside the exact one (SQfp16, IVF4096,PQ64, HNSW32, …);
+    empty: exact search"""
+    nprobe: Annotated[int | None, at_least(1)] = None
+    """FAISS: lists of an IVF index that a search looks at; unset: as saved, 32 when it is built"""
+    ef_search: Annotated[int | None, at_least(1)] = None
+    """FAISS: width of the front in an HNSW graph; unset: as saved, 128 when it is built"""
     device: str = "auto"
     """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
-    k1: float = 0.9
+    k1: Annotated[float, at_least(0)] = 0.9
     """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
-    b: float = 0.4
+    b: Annotated[float, between(0, 1)] = 0.4
     """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
-    query_words: int | None = None
+    query_words: Annotated[int | None, at_least(1)] = None
     """BM25: words of a query that are used; unset: all"""
     analyzer: Literal["lucene", "snowball"] = "lucene"
-    """BM25: lucene agrees with Lucene and Anserini to the bit; snowball is bm25s' tokeniser with PyStemmer's English"""
-    bm25_workers: int = 1
+    """BM25: lucene agrees with Lucene and Anserini to the bit; snowball is bm25s' tokeniser with
+    PyStemmer's English"""
+    bm25_workers: Annotated[int, at_least(1)] = 1
     """BM25: processes that build an index, and that share the queries of one batch"""
-    depth: int = 100
-    """hybrid: places used of either list, at least 50"""
-    rrf_k: int = 60
+    depth: Annotated[int, at_least(1)] = 100
+    """hybrid: places used of either list"""
+    rrf_k: Annotated[int, at_least(0)] = 60
     """hybrid: the constant of reciprocal rank fusion"""
     weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
     """hybrid: weights of dense and BM25"""
     url: str = ""
     """remote: address of the server, such as http://127.0.0.1:8000"""
-    timeout: float = 120.0
+    timeout: Annotated[float, above(0)] = 120.0
     """remote: seconds for the answer to one request"""
-    retries: int = 8
-    """remote: further tries of a request, after 1, 2, 4, … up to 30 seconds: 8 bridge a restart of about two minutes"""
-    request_queries: int = 128
+    retries: Annotated[int, at_least(0)] = 8
+    """remote: further tries of a request, after 1, 2, 4, … up to 30 seconds: 8 bridge a restart of
+    about two minutes"""
+    request_queries: Annotated[int, at_least(1)] = 128
     """remote: queries of one request"""
+
+
+def retriever_settings(r: RetrieverConfig) -> dict:
+    """What of a retriever decides its ranks: not how fast it is or where it runs."""
+    files = {"corpus": r.corpus, "encoder": r.encoder}
+    for kind in ("bm25", "dense"):
+        files[f"index {kind}"] = r.index and os.path.join(r.index, kind)
+    free = {"corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout"}
+    free |= {"retries", "request_queries", "workers", "verify", "across_ranks"}
+    free |= set() if r.faiss else {"nprobe", "ef_search"}
+    settings = {key: path_with_digest(path) for key, path in files.items()}
+    settings |= {key: value for key, value in asdict(r).items() if key not in free}
+    return {f"retriever.{key}": value for key, value in settings.items()}
+
+
+def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
+    """RetrieverError where a saved index of `cfg` was not built from this corpus file as it is."""
+    if corpus and cfg.index:
+        folders = [
+            Path(cfg.index, kind) for kind in ("dense", "bm25") if cfg.kind in (kind, "hybrid")
+        ]
+        check_corpus([folder for folder in folders if folder.is_dir()], corpus, cfg.verify)
 
 
 def mapped(path: Path, mode: str = "r") -> np.ndarray:
