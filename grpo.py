@@ -311,10 +311,11 @@ class Run:
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     """Step `step` (from 0). Returns its log row and the rollouts of all ranks as they are written
     to disk."""
-    clock = training.Clock(run.dist.device)
+    clock, before = training.Clock(run.dist.device), run.engine.total
     with clock("sample"):
         rollouts, items = sample_step(run, step)
         run.engine.sleep()
+    prompt_tokens = training.prompt_tokens(before, run.engine.total)
     with clock("reward"):
         scores = score(run, rollouts, items)
     advantages = rollout_advantages(rollouts, scores, run.cfg.scale_by_std)
@@ -329,7 +330,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     with clock("sync"):
         sync_engine(run)
     rows = training.gather_rows(run, rollouts, scores, advantages, items)
-    extra = {"lr": run.optimizer.param_groups[0]["lr"]}
+    extra = prompt_tokens | {"lr": run.optimizer.param_groups[0]["lr"]}
     if run.task:
         extra["seconds_search"] = run.task.tools.seconds
     return {"step": step + 1, **step_figures(rows), **stats, **extra, **clock.seconds}, rows

@@ -1,7 +1,7 @@
-"""Sampling: two engines with the same methods and results, weight sync into them, and the training batch.
+"""Sampling: two engines with the same methods and results, and the training batch.
 
-`TorchEngine` is plain PyTorch over a transformers model and needs nothing else; `VLLMEngine` is vLLM in this process.
-Engines see token ids only: no template and no tag is known here, and ids that were sampled are never encoded again.
+`TorchEngine` is plain PyTorch over a transformers model; `VLLMEngine` is vLLM in this process.
+Engines see token ids only, and sampled ids are never encoded again.
 
 Shapes: B sequences, T predicted positions.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config import check_ranges
 from engines.base import EngineConfig, Rollout, RolloutError, Sampling  # noqa: F401
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import check_vllm, VLLMEngine
@@ -25,28 +26,29 @@ from packing import one_thread
 
 
 class EngineGap(RuntimeError):
-    """The engine's log-probabilities are not the trainer's: what it samples comes from another policy."""
+    """The engine's log-probabilities are not the trainer's: it samples from another policy."""
 
     exit_status = 3
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise RolloutError for engine settings that cannot work with torchrun's processes; loads nothing.
+    """Raise for engine settings that cannot work with torchrun's processes; loads nothing.
 
-    `equal_calls`: whether all processes call the engine equally often, as sharing one demands (episodes do not).
+    `equal_calls`: whether all processes call the engine equally often, as sharing one demands
+    (episodes do not).
     """
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    for name, ok, rule in (
-        ("batch", cfg.batch >= 1, "at least 1"),
-        ("gpu_memory", 0 < cfg.gpu_memory < 1, "a share between 0 and 1"),
-        ("tensor_parallel", cfg.tensor_parallel >= 1 and world % cfg.tensor_parallel == 0,
-         f"a divisor of the {world} processes"),
-        ("tensor_parallel", cfg.tensor_parallel == 1 or cfg.kind == "vllm", "1 unless engine.kind=vllm"),
-        ("tensor_parallel", cfg.tensor_parallel == 1 or equal_calls, "1 for episodes, whose numbers of turns differ"),
-        ("gap_limit", cfg.gap_limit is None or cfg.gap_limit > 0, "above 0, or null"),
-    ):
-        if not ok:
-            raise RolloutError(f"engine.{name}={getattr(cfg, name)}: it has to be {rule}")
+    check_ranges(cfg, "engine.")
+    world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
+    if world % cfg.tensor_parallel:
+        rule = f"a divisor of the {world} processes"
+    elif shared and cfg.kind != "vllm":
+        rule = "1 unless engine.kind=vllm"
+    elif shared and not equal_calls:
+        rule = "1 for episodes, whose numbers of turns differ"
+    else:
+        rule = ""
+    if rule:
+        raise RolloutError(f"engine.tensor_parallel={cfg.tensor_parallel}: it has to be {rule}")
     if cfg.kind == "vllm":
         check_vllm()
 
@@ -65,54 +67,64 @@ def open_engine(
 ) -> TorchEngine | VLLMEngine:
     """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
 
-    `max_length`: tokens of a prompt and its response at most (None: as many as the model has positions); `seed`: of
-    draws without one of their own. Without `weights` only config.json is read: the first `sync_weights` brings them.
-    Of an adapter's folder an engine has the merged weights.
+    `max_length`: tokens of a prompt and its response at most (None: as many as the model has
+    positions); `seed`: of draws without one of their own. Without `weights` only config.json is
+    read: the first `sync_weights` brings them. An adapter's folder means its merged weights.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder
+    merged = weights and base != model_folder
     if cfg.kind == "vllm":
         engine = VLLMEngine(
-            base, eos_ids, pad_id, tokenizer, cfg.batch, max_length, dtype, seed, cfg.gpu_memory,
-            cfg.tensor_parallel, weights and base == model_folder,
+            *(base, eos_ids, pad_id, tokenizer, cfg.batch, max_length, dtype, seed),
+            gpu_memory=cfg.gpu_memory,
+            tensor_parallel=cfg.tensor_parallel,
+            weights=weights and not merged,
         )
-        if weights and base != model_folder:
-            merged = load_causal_lm(model_folder, dtype)
-            engine.sync_weights((name, p.detach()) for name, p in merged.named_parameters())
+        if merged:
+            model = load_causal_lm(model_folder, dtype)
+            engine.sync_weights((name, p.detach()) for name, p in model.named_parameters())
     else:
         if weights:
             model = load_causal_lm(model_folder, dtype, device)
         else:
             devices = [device] if torch.device(device).type == "cuda" else []
             with torch.random.fork_rng(devices), torch.device(device):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base, trust_remote_code=False), dtype=dtype)
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.from_pretrained(base, trust_remote_code=False), dtype=dtype
+                )
             model = prepare_causal_lm(model, base)
-        engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile)
-    engine.gap_limit = engine.gap_limit if cfg.gap_limit is None else cfg.gap_limit
+        engine = TorchEngine(
+            model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile
+        )
+    if cfg.gap_limit is not None:
+        engine.gap_limit = cfg.gap_limit
     return engine
 
 
 def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
-    """Raise EngineGap where the engine's and the trainer's log-probabilities of sampled tokens differ too much.
+    """Raise EngineGap where the engine's and the trainer's log-probabilities differ too much.
 
-    mean, maximum: of |difference| in nats, over the tokens of a step; limit: an engine's `gap_limit`, on the mean.
-    Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32, stale weights or a stale prefix cache 0.9 and more.
+    mean, maximum: of |difference| in nats over a step's sampled tokens; limit: an engine's
+    `gap_limit`, on the mean. Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32; stale
+    weights or a stale prefix cache 0.9 and more.
     """
     if not mean <= limit:  # a NaN too
         raise EngineGap(
-            f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on average (at most "
-            f"{maximum:.4g}), the limit is {limit:.4g}: it samples from other weights or at another temperature. Mend "
-            "the weight sync; where its arithmetic is known to be coarser, raise engine.gap_limit"
+            f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on "
+            f"average (at most {maximum:.4g}), the limit is {limit:.4g}: it samples from other "
+            "weights or at another temperature. Mend the weight sync; where its arithmetic is "
+            "known to be coarser, raise engine.gap_limit"
         )
 
 
 @dataclass
 class RolloutBatch:
-    """Rollouts as tensors, padded on the right. The shift by one is done here, once: nothing after it slices again."""
+    """Rollouts as tensors, padded on the right; targets are shifted by one here alone."""
 
     tokens: Tensor  # (B, T+1) int64, prompt then response
-    attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens: by position, so pad may equal EOS
-    loss_mask: Tensor  # (B, T) float32, entry t is 1 where the model wrote tokens[t+1] and it is trained
+    attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens (pad may equal EOS)
+    loss_mask: Tensor  # (B, T) float32, 1 where the model wrote tokens[t+1]
     logprobs: Tensor  # (B, T) float32, the engine's, 0 where loss_mask is 0
     advantages: Tensor  # (B,) float32
     prompt_lengths: Tensor  # (B,) int64
@@ -140,12 +152,14 @@ class RolloutBatch:
 
 
 @one_thread()
-def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int) -> RolloutBatch:
-    """The training batch of B rollouts and their B advantages. Raises RolloutError where lengths don't fit together."""
+def collate_rollouts(
+    rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int
+) -> RolloutBatch:
+    """The batch of B rollouts and their B advantages; RolloutError where lengths don't fit."""
     if not rollouts or len(rollouts) != len(advantages):
         raise RolloutError(
-            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs one advantage for each of "
-            "at least one rollout"
+            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs at least "
+            "one rollout, and one advantage for each"
         )
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
     tokens = torch.full((len(rollouts), width), pad_id, dtype=torch.int64)
@@ -156,14 +170,17 @@ def collate_rollouts(rollouts: Sequence[Rollout], advantages: Sequence[float] | 
         p, n = len(r.prompt_ids), len(r.response_ids)
         if p == 0 or len(r.logprobs) != n or len(r.loss_mask) != n:
             raise RolloutError(
-                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} log-probabilities and "
-                f"{len(r.loss_mask)} mask entries: the prompt is not empty and the last three agree"
+                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} "
+                f"log-probabilities, {len(r.loss_mask)} mask entries: the last three must agree, "
+                "and a prompt is needed"
             )
         tokens[i, : p + n] = torch.tensor(r.prompt_ids + r.response_ids)
         attention_mask[i, : p + n] = 1
         mask = torch.tensor(r.loss_mask, dtype=torch.float32)
         loss_mask[i, p - 1 : p - 1 + n] = mask  # the token at p + j is predicted at entry p + j - 1
-        logprobs[i, p - 1 : p - 1 + n] = torch.where(mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0)
+        logprobs[i, p - 1 : p - 1 + n] = torch.where(
+            mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0
+        )
     return RolloutBatch(
         tokens,
         attention_mask,

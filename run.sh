@@ -53,7 +53,7 @@ demo() {
   say "7/8 the trained model on the test conversations"
   "$py" infer.py model=$demo/grpo/final turns=data/demo/test.jsonl max_response_tokens=48 out=$demo/grpo.jsonl
   say "8/8 retrieval metrics of all of them"
-  "$py" evaluate.py turns=data/demo/test.jsonl qrels=data/demo/test.qrels query=question \
+  "$py" evaluate.py turns=data/demo/test.jsonl qrels=data/demo/test.qrels query=question,first,first+question,previous+question,context \
     rewrites=$demo/base.jsonl,$demo/warmup.jsonl,$demo/grpo.jsonl \
     retriever.kind=dense retriever.index=$demo/index retriever.encoder=models/minilm out=$demo/evaluation
   say "done"

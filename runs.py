@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -287,17 +288,16 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
 
 
 class Progress:
-    """A bar with a rate on a terminal; in a log one line every half minute and nothing for short
-    work."""
+    """tqdm's bar on a terminal; in a log its line every half minute, and nothing for short work."""
 
     def __init__(self, total: int, what: str, unit: str = "passages", every: float = 30.0):
-        self.total, self.what, self.unit, self.every, self.done = total, what, unit, every, 0
-        self.started = self.said = time.monotonic()
-        self.bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+        from tqdm import tqdm
 
-            self.bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=2)
+        self.total, self.every, self.done = total, every, 0
+        self.started = self.said = time.monotonic()
+        meter = {"total": total or None, "unit": f" {unit}"}  # 0 is an unknown total
+        self.line = functools.partial(tqdm.format_meter, prefix=what, ncols=0, **meter)
+        self.bar = tqdm(desc=what, delay=2, **meter) if sys.stderr.isatty() else None
 
     def update(self, n: int) -> None:
         self.done += n
@@ -305,14 +305,8 @@ class Progress:
         if self.bar is not None:
             self.bar.update(n)
         elif now - self.said >= self.every:
-            self.said, rate = now, self.done / (now - self.started)
-            left = (self.total - self.done) / max(rate, 1e-9)
-            print(
-                f"{self.what}: {self.done:,}/{self.total:,} {self.unit} | {rate:,.1f}/s | "
-                f"{left:,.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            self.said = now
+            print(self.line(self.done, elapsed=now - self.started), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -228,6 +228,7 @@ class Service:
         return {
             "kind": self.cfg.retriever.kind,
             "count": len(self.retriever.passage_ids),
+            "cut_queries": getattr(self.retriever, "cut_queries", 0),
             **self.counts,
             "seconds": round(time.monotonic() - self.started, 1),
         }

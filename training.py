@@ -73,6 +73,13 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
     return out
 
 
+def prompt_tokens(before, after) -> dict[str, int]:
+    """Prompt tokens that the engines of all ranks computed, and that they held, between two totals."""
+    names = ("prompt_tokens", "held_tokens")
+    own = [getattr(after, name) - getattr(before, name) for name in names]
+    return dict(zip(names, map(int, distributed.all_reduce_sum(own))))
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -34,5 +34,5 @@ $py infer.py model=models/smollm2 turns=$data/test.jsonl prompt=few-shot example
 $py infer.py model=$run/sft/final turns=$data/test.jsonl max_response_tokens=$tokens engine.batch=256 chunk=512 out=$run/warmup.jsonl
 best=$run/grpo/best; [ -d "$best" ] || best=$run/grpo/final
 $py infer.py model=$best turns=$data/test.jsonl max_response_tokens=$tokens engine.batch=256 chunk=512 out=$run/grpo.jsonl
-$py evaluate.py turns=$data/test.jsonl qrels=$data/test.qrels query=question,rewrite rewrites=$run/base.jsonl,$run/warmup.jsonl,$run/grpo.jsonl $search out=$run/evaluation
+$py evaluate.py turns=$data/test.jsonl qrels=$data/test.qrels query=question,first+question,previous+question,rewrite rewrites=$run/base.jsonl,$run/warmup.jsonl,$run/grpo.jsonl $search out=$run/evaluation
 cp -f $run/evaluation/table.md $run/evaluation/metrics.json "$out/"

@@ -52,9 +52,18 @@ class MillionConfig:
 
 
 def build_command(cfg: MillionConfig, work: Path, name: str) -> list[str]:
-    return [sys.executable, f"{ROOT}/retriever.py", "kind=dense", f"corpus={work}/demo/corpus.jsonl",
-            f"index={work}/{name}", f"encoder={cfg.encoder}", "pooling=mean", "device=cpu",
-            f"passage_length={cfg.passage_length}", f"shard_size={cfg.shard_size}"]
+    return [
+        sys.executable,
+        f"{ROOT}/retriever.py",
+        "kind=dense",
+        f"corpus={work}/demo/corpus.jsonl",
+        f"index={work}/{name}",
+        f"encoder={cfg.encoder}",
+        "pooling=mean",
+        "device=cpu",
+        f"passage_length={cfg.passage_length}",
+        f"shard_size={cfg.shard_size}",
+    ]
 
 
 class Build:
@@ -68,9 +77,18 @@ class Build:
 
     def start(self) -> None:
         self.began = time.monotonic()
-        command, one_thread = build_command(self.cfg, self.work, self.name), os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=one_thread,
-                                        start_new_session=True)
+        command, one_thread = (
+            build_command(self.cfg, self.work, self.name),
+            os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=one_thread,
+            start_new_session=True,
+        )
 
     def made(self) -> int:
         """Shards that are whole."""
@@ -81,7 +99,9 @@ class Build:
         said = self.process.stdout.read()
         status = self.reap()
         if status:
-            raise SystemExit(f"the build of {self.name} ended with status {status}; see {self.log.name}")
+            raise SystemExit(
+                f"the build of {self.name} ended with status {status}; see {self.log.name}"
+            )
         return json.loads(said.splitlines()[-1])
 
     def kill(self) -> int:
@@ -100,7 +120,10 @@ class Build:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def memory(key: str) -> int:
@@ -114,42 +137,75 @@ def search(cfg: MillionConfig) -> dict:
     import torch
 
     from retriever import RetrieverConfig, open_retriever
+
     torch.set_num_threads(2)
     began = time.perf_counter()
-    retriever = open_retriever(RetrieverConfig(kind="dense", index=f"{cfg.work}/killed", encoder=cfg.encoder,
-                                               device="cpu", pooling="mean", passage_length=cfg.passage_length,
-                                               verify=True))
+    retriever = open_retriever(
+        RetrieverConfig(
+            kind="dense",
+            index=f"{cfg.work}/killed",
+            encoder=cfg.encoder,
+            device="cpu",
+            pooling="mean",
+            passage_length=cfg.passage_length,
+            verify=True,
+        )
+    )
     opened, before = time.perf_counter() - began, memory("RssAnon")
     turns = read_turns(f"{cfg.work}/demo/test.jsonl")
-    queries, golds = [turn.rewrite or turn.question for turn in turns], [turn.gold_ids for turn in turns]
-    result = {"passages": len(retriever.passage_ids), "opened_and_verified_s": round(opened, 2),
-              "vector_bytes": sum(s.nbytes for s in retriever.index.shards), "queries": len(queries)}
+    queries, golds = (
+        [turn.rewrite or turn.question for turn in turns],
+        [turn.gold_ids for turn in turns],
+    )
+    result = {
+        "passages": len(retriever.passage_ids),
+        "opened_and_verified_s": round(opened, 2),
+        "vector_bytes": sum(s.nbytes for s in retriever.index.shards),
+        "queries": len(queries),
+    }
     retriever.search(queries[:1], 100)
-    for name, call in (("search_top100", lambda: retriever.search(queries, 100)),
-                       ("search_one", lambda: retriever.search(queries[:1], 100)),
-                       ("gold_ranks", lambda: retriever.gold_ranks(queries, golds))):
+    for name, call in (
+        ("search_top100", lambda: retriever.search(queries, 100)),
+        ("search_one", lambda: retriever.search(queries[:1], 100)),
+        ("gold_ranks", lambda: retriever.gold_ranks(queries, golds)),
+    ):
         began = time.perf_counter()
         got = call()
         result[f"{name}_s"] = round(time.perf_counter() - began, 3)
     result["found_in_top100"] = sum(rank is not None for rank in got)
-    return result | {"anonymous_before_bytes": before, "anonymous_after_bytes": memory("RssAnon"),
-                     "mapped_after_bytes": memory("RssFile"), "peak_rss_bytes": memory("VmHWM")}
+    return result | {
+        "anonymous_before_bytes": before,
+        "anonymous_after_bytes": memory("RssAnon"),
+        "mapped_after_bytes": memory("RssFile"),
+        "peak_rss_bytes": memory("VmHWM"),
+    }
 
 
 def synthetic_passages(count: int) -> Iterator[dict]:
     """`count` passages about made-up entities; ids, titles and texts say that they are synthetic."""
     rng = random.Random("0/synthetic")
     parts = [a + b for a in "bdgklmnprstvz" for b in "aeiou"]
-    claims = ["has the currency {}", "was first described by {}", "lies on the river {}", "is named after {}",
-              "was designed by {}", "has its premiere hall in {}", "has the capital {}", "is governed from {}"]
+    claims = [
+        "has the currency {}",
+        "was first described by {}",
+        "lies on the river {}",
+        "is named after {}",
+        "was designed by {}",
+        "has its premiere hall in {}",
+        "has the capital {}",
+        "is governed from {}",
+    ]
     nouns = ["town", "country", "mountain", "opera", "element", "novelist", "film", "tower"]
     for i in range(1, count + 1):
         bits = rng.getrandbits(48)
         word = [parts[bits >> s & 63] for s in (0, 6, 12, 18, 24, 30)]
         name, value = "".join(word[:3]).capitalize(), "".join(word[3:]).capitalize()
         noun, claim = nouns[bits >> 36 & 7], claims[bits >> 39 & 7].format(value)
-        yield {"id": f"synthetic-{i:07d}", "title": f"{name} {i} (synthetic {noun})",
-               "text": f"In this synthetic record, the {noun} {name} {i} {claim}."}
+        yield {
+            "id": f"synthetic-{i:07d}",
+            "title": f"{name} {i} (synthetic {noun})",
+            "text": f"In this synthetic record, the {noun} {name} {i} {claim}.",
+        }
 
 
 def main(cfg: MillionConfig) -> dict:
@@ -158,8 +214,11 @@ def main(cfg: MillionConfig) -> dict:
     work = Path(cfg.work or tempfile.mkdtemp(prefix="million_"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        subprocess.run([sys.executable, f"{ROOT}/prepare.py", "demo", f"out={work}/demo"], check=True,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, f"{ROOT}/prepare.py", "demo", f"out={work}/demo"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         with open(work / "demo" / "corpus.jsonl", "a", encoding="utf-8") as f:
             f.writelines(json.dumps(passage) + "\n" for passage in synthetic_passages(cfg.passages))
         for name in ("whole", "killed"):
@@ -175,21 +234,52 @@ def main(cfg: MillionConfig) -> dict:
             killed.start()
         resumed, undisturbed = killed.finish(), whole.finish()
         a, b = digests(work / "killed" / "dense"), digests(work / "whole" / "dense")
-        found = subprocess.run([sys.executable, __file__, f"encoder={cfg.encoder}", f"work={work}", "search_only=true",
-                                f"passage_length={cfg.passage_length}"], check=True, stdout=subprocess.PIPE, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "2"})
+        found = subprocess.run(
+            [
+                sys.executable,
+                __file__,
+                f"encoder={cfg.encoder}",
+                f"work={work}",
+                "search_only=true",
+                f"passage_length={cfg.passage_length}",
+            ],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "2"},
+        )
         result = {
-            "command": "python bench/million.py encoder=" + Path(cfg.encoder).name, "passages": total,
-            "passage_length": cfg.passage_length, "kills": kills, "byte_identical": a == b, "files": len(a),
-            "whole": {"seconds": undisturbed["seconds"], "cpu_seconds": round(whole.cpu, 1),
-                      "passages_per_cpu_second": round(total / whole.cpu), "peak_rss_bytes": whole.peak},
-            "killed": {"seconds_of_the_last_start": resumed["seconds"], "indexed_by_the_last_start": resumed["indexed"],
-                       "cpu_seconds": round(killed.cpu, 1), "peak_rss_bytes": killed.peak},
-            "search": json.loads(found.stdout.splitlines()[-1]), "python": platform.python_version(),
-            "platform": platform.platform(), "cpus": os.cpu_count(), "load_average": os.getloadavg(),
+            "command": "python bench/million.py encoder=" + Path(cfg.encoder).name,
+            "passages": total,
+            "passage_length": cfg.passage_length,
+            "kills": kills,
+            "byte_identical": a == b,
+            "files": len(a),
+            "whole": {
+                "seconds": undisturbed["seconds"],
+                "cpu_seconds": round(whole.cpu, 1),
+                "passages_per_cpu_second": round(total / whole.cpu),
+                "peak_rss_bytes": whole.peak,
+            },
+            "killed": {
+                "seconds_of_the_last_start": resumed["seconds"],
+                "indexed_by_the_last_start": resumed["indexed"],
+                "cpu_seconds": round(killed.cpu, 1),
+                "peak_rss_bytes": killed.peak,
+            },
+            "search": json.loads(found.stdout.splitlines()[-1]),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg(),
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "commit": subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], stdout=subprocess.PIPE,
-                                     text=True, check=False).stdout.strip()}
+            "commit": subprocess.run(
+                ["git", "-C", ROOT, "describe", "--always", "--dirty"],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+            ).stdout.strip(),
+        }
     finally:
         if not cfg.work:
             shutil.rmtree(work, ignore_errors=True)

@@ -316,7 +316,7 @@ def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Eve
 def encoder_alone(R, tokens: list[np.ndarray], model, encoder, batch_tokens: int) -> float:
     """Passages a second of the same compiled encoder on the same batches, with tokens ready and nothing written."""
     packed = None
-    if R.can_pack(model, tokens):
+    if R.can_pack(model):
         model = copy.deepcopy(model).to(torch.bfloat16)
         packed = R.PackedModel(model, batch_tokens, 384, compiled=True)
     windows = [tokens[i:i + R.WINDOW] for i in range(0, len(tokens), R.WINDOW)]

@@ -1,14 +1,18 @@
-"""Sampling alone: tokens a second of the engines, on random weights of a named shape, beside the floor.
+"""Sampling alone: tokens a second of the engines, on random weights of a named shape, beside the
+floor.
 
     python bench/sampling.py --shape 3b --engines torch,vllm --prompts 16 --n 8
     python bench/sampling.py --shape 0.5b --engines torch --compiled --eager --top-p 0.9
+    python bench/sampling.py --shape 3b --rounds 4 --new 150 --shown 600   # and with --anew
 
-No response ends early: no id ends one.  The first call of an engine makes its graphs and is reported apart; the median
-of the others counts.  The engines are compared with each other on what they sampled: a pass of the model over it in the
-engine's dtype gives the mean and the largest difference of log-probabilities.
+No response ends early: no id ends one. The first call of an engine makes its graphs and is
+reported apart; the median of the others counts. The engines are compared with each other on what
+they sampled: a pass of the model over it in the engine's dtype gives the mean and the largest
+difference of log-probabilities.
 
-Floor, by the card's data sheet: one pass over each prompt (2 N FLOPs a token), then a decode step reads the weights and
-each row's keys and values so far (2 N + rows × kv bytes), or computes 2 N FLOPs a row where that takes longer.
+Floor, by the card's data sheet: one pass over each prompt (2 N FLOPs a token), then a decode step
+reads the weights and each row's keys and values so far (2 N + rows × kv bytes), or computes 2 N
+FLOPs a row where that takes longer.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import time
 
 import shapes
 import torch
-from engines.base import EngineConfig, Sampling
+from engines.base import EngineConfig, GenerateStats, Rollout, Sampling
 from engines.torch_engine import TorchEngine
 from model import prepare_causal_lm
 from packing import token_logprobs
@@ -30,16 +34,39 @@ from rollout import collate_rollouts, open_engine
 
 def floor_seconds(args) -> dict[str, float] | None:
     """The least seconds of prompts and decode steps; None for a card without known bandwidth."""
-    config, size, rate = shapes.model_config(args.shape), shapes.parameters(args.shape), shapes.bandwidth()
-    if rate is None:
+    config, size = shapes.model_config(args.shape), shapes.parameters(args.shape)
+    rate = shapes.bandwidth()
+    if rate is None or args.rounds > 1:
         return None
     rows = min(args.batch, args.prompts * args.n)
     waves = -(-args.prompts * args.n // rows)
     head = config.hidden_size // config.num_attention_heads
-    token = 4 * config.num_hidden_layers * config.num_key_value_heads * head  # bytes of its keys and values, bf16
-    step = max((2 * size + rows * token * (args.prompt_len + args.new / 2)) / rate, 2 * size * rows / shapes.BF16_FLOPS)
-    return {"prompts": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS, "decode_step": step,
-            "total": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS + waves * args.new * step}
+    # bytes of a token's keys and values in bfloat16
+    token = 4 * config.num_hidden_layers * config.num_key_value_heads * head
+    step = max(
+        (2 * size + rows * token * (args.prompt_len + args.new / 2)) / rate,
+        2 * size * rows / shapes.BF16_FLOPS,
+    )
+    return {
+        "prompts": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS,
+        "decode_step": step,
+        "total": 2 * size * args.prompts * args.prompt_len / shapes.BF16_FLOPS
+        + waves * args.new * step,
+    }
+
+
+def sample(engine, args, rng: random.Random, seed: int) -> list[Rollout]:
+    """One call, or `args.rounds` of conversations; the last rollouts. Counts: engine.total."""
+    engine.total, n = GenerateStats(), args.n
+    prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(args.prompts)]
+    for _ in range(args.rounds):
+        if args.anew and isinstance(engine, TorchEngine) and engine._cache:
+            engine._cache.forget()
+        sampling = Sampling(n, args.temperature, args.top_p, args.new, seed=seed)
+        rollouts, n = engine.generate(prompts, sampling), 1
+        shown = [rng.choices(range(shapes.WORDS), k=args.shown) for _ in rollouts]
+        prompts = [r.prompt_ids + r.response_ids + ids for r, ids in zip(rollouts, shown)]
+    return rollouts
 
 
 def measure(engine, args, model) -> dict:
@@ -48,29 +75,39 @@ def measure(engine, args, model) -> dict:
     rng = random.Random(0)
     seconds, rollouts = [], []
     for call in range(args.calls + 1):
-        prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(args.prompts)]
-        sampling = Sampling(args.n, args.temperature, args.top_p, args.new, seed=call)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        rollouts = engine.generate(prompts, sampling)
+        rollouts = sample(engine, args, rng, call)
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    tokens, median = sum(len(r.response_ids) for r in rollouts), statistics.median(seconds[1:])
-    result = {"seconds": round(median, 3), "calls": [round(s, 3) for s in seconds],  # the first is left out
-              "tokens_per_second": round(tokens / median), "decode_steps": engine.stats.steps,
-              "ms_a_step": round(1000 * median / max(1, engine.stats.steps), 3),  # prompts included
-              "response_tokens": tokens / len(rollouts)}
+    total, median = engine.total, statistics.median(seconds[1:])
+    result = {
+        "seconds": round(median, 3),
+        "calls": [round(s, 3) for s in seconds],  # the first is left out
+        "tokens_per_second": round(total.sampled_tokens / median),
+        "prompt_tokens": total.prompt_tokens,
+        "held_tokens": total.held_tokens,
+        "decode_steps": total.steps,
+        "ms_a_step": round(1000 * median / max(1, total.steps), 3),  # prompts included
+        "response_tokens": sum(len(r.response_ids) for r in rollouts) / len(rollouts),
+    }
     if cuda:
         free, total = torch.cuda.mem_get_info()
-        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                   "card_used_gib": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
+        result |= {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "card_used_gib": round((total - free) / 2**30, 2),
+        }  # vLLM's pool is not torch's
     if args.temperature > 0 and args.top_p == 1:
-        batch = collate_rollouts(rollouts[:16], [0.0] * len(rollouts[:16]), shapes.WORDS).to(model.device)
+        batch = collate_rollouts(rollouts[:16], [0.0] * len(rollouts[:16]), shapes.WORDS).to(
+            model.device
+        )
         with torch.no_grad():
-            logprobs = token_logprobs(model, batch.tokens, batch.attention_mask, args.temperature, batch.loss_mask)
+            logprobs = token_logprobs(
+                model, batch.tokens, batch.attention_mask, args.temperature, batch.loss_mask
+            )
         gap = (logprobs - batch.logprobs).abs()[batch.loss_mask.bool()]
         result |= {"gap_mean": round(float(gap.mean()), 5), "gap_max": round(float(gap.max()), 4)}
     return result
@@ -83,11 +120,18 @@ def main() -> None:
     p.add_argument("--n", type=int, default=8, help="responses a prompt")
     p.add_argument("--prompt-len", type=int, default=512, help="tokens")
     p.add_argument("--new", type=int, default=256, help="tokens of a response")
+    p.add_argument("--rounds", type=int, default=1, help="of conversations; no floor is known")
+    p.add_argument("--shown", type=int, default=600, help="tokens between two rounds")
+    p.add_argument("--anew", action="store_true", help="torch: hold no conversations")
     p.add_argument("--batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--temperature", type=float, default=0.7)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--calls", type=int, default=3, help="timed calls")
-    p.add_argument("--compiled", action="store_true", help="torch: also with torch.compile of the decoder layers")
+    p.add_argument(
+        "--compiled",
+        action="store_true",
+        help="torch: also with torch.compile of the decoder layers",
+    )
     p.add_argument("--eager", action="store_true", help="torch: also without CUDA graphs")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vllm: share of the card")
     args = p.parse_args()
@@ -95,7 +139,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
     results: dict[str, dict] = {}
-    longest = args.prompt_len + args.new
+    longest = args.prompt_len + args.rounds * (args.new + args.shown) - args.shown
     kinds = args.engines.split(",")
     variants = {"torch": {}}
     if args.compiled:
@@ -103,13 +147,17 @@ def main() -> None:
     if args.eager:
         variants["torch_eager"] = {"graphs": False}
     floor = floor_seconds(args)
-    head = {k: getattr(args, k)
-            for k in ("shape", "prompts", "n", "prompt_len", "new", "batch", "temperature", "top_p")}
-    head |= {"parameters": shapes.parameters(args.shape),
-             "floor_seconds": floor and {k: round(v, 5) for k, v in floor.items()}}
+    given = "shape prompts n prompt_len new batch temperature top_p rounds shown anew".split()
+    head = {k: getattr(args, k) for k in given}
+    head |= {
+        "parameters": shapes.parameters(args.shape),
+        "floor_seconds": floor and {k: round(v, 5) for k, v in floor.items()},
+    }
 
     def note(name: str, row: dict) -> None:
-        results[name] = row | ({"times_floor": round(row["seconds"] / floor["total"], 2)} if floor else {})
+        results[name] = row | (
+            {"times_floor": round(row["seconds"] / floor["total"], 2)} if floor else {}
+        )
         print(name, results[name], flush=True)
         shapes.report(head | {"engines": results}, args.out, final=False)
 
@@ -117,7 +165,13 @@ def main() -> None:
         started = time.perf_counter()
         own = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
         engine = TorchEngine(own, [], shapes.WORDS, None, args.batch, longest, **options)
-        note(name, {"start_seconds": round(time.perf_counter() - started, 2), **measure(engine, args, model)})
+        note(
+            name,
+            {
+                "start_seconds": round(time.perf_counter() - started, 2),
+                **measure(engine, args, model),
+            },
+        )
         del engine, own
         gc.collect()
         if device.type == "cuda":
@@ -125,9 +179,17 @@ def main() -> None:
     if "vllm" in kinds:
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            engine = open_engine(EngineConfig("vllm", args.batch, args.gpu_memory),
-                                 shapes.write_config_folder(args.shape, folder), None, [], shapes.WORDS, device,
-                                 longest, dtype=dtype, weights=False)
+            engine = open_engine(
+                EngineConfig("vllm", args.batch, args.gpu_memory),
+                shapes.write_config_folder(args.shape, folder),
+                None,
+                [],
+                shapes.WORDS,
+                device,
+                longest,
+                dtype=dtype,
+                weights=False,
+            )
             made = time.perf_counter() - started
             engine.sync_weights(model.named_parameters())
             note("vllm", {"start_seconds": round(made, 2), **measure(engine, args, model)})

@@ -5,7 +5,7 @@
 # Needs models/qwen0.5b (python prepare.py model name=qwen0.5b out=models/qwen0.5b) and data/multihop (hotpotqa_train, hotpotqa_eval,
 # musique_eval).  Trains on hotpotqa_train/train.jsonl alone; its last DEV questions are set aside for validation.
 # Leaves in OUT: table.md, metrics_SET.json, metrics.jsonl (GRPO), sft_metrics.jsonl, seconds.txt, environment.json, and of the sampled
-# episodes and those after GRPO what report.py makes: report_NAME.txt (its boxes), trajectory_stats_NAME.json, .md and .png.
+# episodes and those after GRPO what report.py makes: report_NAME.txt (its tables), trajectory_stats_NAME.json and .md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 2 ] || { echo "usage: bench/search_run.sh search|agent OUT [key=value for grpo.py …]" >&2; exit 2; }
@@ -62,7 +62,7 @@ keep() {
   cp -f "$run/grpo/metrics.jsonl" "$out/metrics.jsonl" 2>/dev/null || true
   cp -f "$run/sft/metrics.jsonl" "$out/sft_metrics.jsonl" 2>/dev/null || true
   for name in sampled grpo; do
-    for kind in json md png; do cp -f "$run/report_$name/trajectory_stats.$kind" "$out/trajectory_stats_$name.$kind" 2>/dev/null || true; done
+    for kind in json md; do cp -f "$run/report_$name/trajectory_stats.$kind" "$out/trajectory_stats_$name.$kind" 2>/dev/null || true; done
   done
   $py - "$out/environment.json" "$task $*" <<'EOF'
 import json, os, platform, sys, torch, transformers

@@ -1,16 +1,20 @@
-"""What both sampling engines share: settings, requests and what comes back."""
+"""What both sampling engines share: settings, requests, results, and the checks of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Annotated, Literal
 
 import torch
+from torch import nn, Tensor
+
+from config import above, at_least
+from distributed import clean_name
 
 
 class RolloutError(ValueError):
-    """A request, rollout or weight set that cannot be used: the message says which, why and what to do."""
+    """A request, rollout or weight set that cannot be used: which one, why and what to do."""
 
     exit_status = 2
 
@@ -18,18 +22,18 @@ class RolloutError(ValueError):
 @dataclass
 class EngineConfig:
     kind: Literal["torch", "vllm"] = "torch"
-    """torch: the embedded engine, nothing to install; vllm: vLLM in this process (requirements-gpu.txt)"""
-    batch: int = 256
+    """torch: the embedded engine; vllm: vLLM in this process (requirements-gpu.txt)"""
+    batch: Annotated[int, at_least(1)] = 256
     """sequences decoded together: speed and memory only"""
-    gpu_memory: float = 0.4
-    """vllm: share of the card's memory that its weights and keys and values may take; given back while training"""
-    tensor_parallel: int = 1
+    gpu_memory: Annotated[float, above(0, at_most=0.99)] = 0.4
+    """vllm: share of the card for weights, keys and values; given back while training"""
+    tensor_parallel: Annotated[int, at_least(1)] = 1
     """vllm: neighbouring processes (of one host) that hold one copy of the weights together"""
-    gap_limit: float | None = None
-    """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a run ends (status 3);
-    unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
+    gap_limit: Annotated[float | None, above(0)] = None
+    """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a
+    run ends (status 3); unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
     compile: bool = False
-    """torch, on a GPU: compile the decoder layers of a decode step (some 20 s at its first use, then faster steps)"""
+    """torch, on a GPU: compile the layers of a decode step (20 s at first use, faster steps)"""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,25 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """texts that end the response; the tokens that hold them are kept"""
     seed: int | None = None
-    """draws depend on seed, prompt, sample index and position alone; None takes a seed from torch's global generator"""
+    """draws depend on seed, prompt, sample index and position; None: seeded by torch's generator"""
 
     def __post_init__(self):
         if isinstance(self.stop, str) or not all(self.stop):
-            raise RolloutError(f"stop={self.stop!r}: expected a tuple of non-empty strings; write stop=('</search>',)")
+            raise RolloutError(f"stop={self.stop!r}: give a tuple of non-empty strings, ('</a>',)")
         object.__setattr__(self, "stop", tuple(self.stop))
+        t = self.temperature
         for name, ok, rule in (
             ("n", self.n >= 1, "at least 1"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature == 0 or 1e-3 <= self.temperature < float("inf"), "0 (greedy) or from 0.001"),
+            ("temperature", t == 0 or 1e-3 <= t < float("inf"), "0 (greedy) or from 0.001"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not ok:
-                raise RolloutError(f"{name}={getattr(self, name)}: {name} is {rule}")
+                raise RolloutError(f"{name}={getattr(self, name)} must be {rule}")
+
+    def request_seed(self) -> int:
+        """The seed, or one from torch's global generator."""
+        return int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
 
 
 @dataclass
@@ -69,82 +78,149 @@ class Rollout:
 
     prompt_ids: list[int]
     response_ids: list[int]  # as sampled, end token included
-    logprobs: list[float]  # of the sampled ids at the sampling temperature (greedy: at 1; top_p: of what was kept)
+    logprobs: list[float]  # at the sampling temperature (greedy: at 1), among what top_p keeps
     loss_mask: list[int]  # 1 where the model wrote the token
     group_id: int  # index of the prompt in the call
-    end: str  # "eos", "stop", "length", or "engine_error": non-finite logits, to be excluded and counted, never scored
+    end: str  # eos, stop, length, or engine_error: non-finite logits, to be excluded, never scored
 
 
 @dataclass
 class GenerateStats:
-    """What the last `generate` did."""
+    """What `generate` did."""
 
     seconds: float = 0.0
-    prompt_tokens: int = 0  # computed, not given: shared tokens count once
+    prompt_tokens: int = 0  # computed: those that prompts share count once, held ones not at all
+    held_tokens: int = 0  # not computed: the beginnings of conversations that the engine holds
     sampled_tokens: int = 0
     steps: int = 0
 
 
-def _check_requests(
-    engine, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
-) -> tuple[list[list[int]], list[Sampling]]:
-    """Prompts as lists of ids and one Sampling for each; RolloutError for what the engine cannot do."""
-    if engine.asleep or engine.unusable:
-        raise RolloutError(engine.unusable or "the engine sleeps; call wake() before generate()")
-    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    prompts = [[int(t) for t in p] for p in prompts]
-    if len(prompts) != len(samplings):
+class Engine:
+    """State and checks of an engine for token ids below `vocabulary`.
+
+    `eos_ids`: every id that ends a response. `pad_id` fills unused positions and is never looked
+    at. `tokenizer` is needed for stop strings only. `max_length`: tokens of a prompt and its
+    response at most (None: as many as the model of `config` has positions).
+    """
+
+    HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
+
+    def __init__(
+        self,
+        vocabulary: int,
+        config,
+        eos_ids: int | Iterable[int],
+        pad_id: int,
+        tokenizer,
+        max_length: int | None,
+        dtype: torch.dtype,
+    ):
+        self.eos_ids = frozenset([eos_ids] if isinstance(eos_ids, int) else eos_ids)
+        for name, token in [("pad_id", pad_id), *(("eos id", e) for e in self.eos_ids)]:
+            if not 0 <= token < vocabulary:
+                raise RolloutError(
+                    f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id "
+                    "below it, the EOS id for padding for example"
+                )
+        self.vocabulary, self.pad_id, self.tokenizer = vocabulary, pad_id, tokenizer
+        limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")]
+        # no window slides: sequences end before it does
+        self.max_length = min((x for x in [*limits, max_length] if x), default=1 << 30)
+        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see rollout.check_engine_gap
+        self.stats = GenerateStats()  # of the last call
+        self.total = GenerateStats()  # of all calls since the last weight sync
+        self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
+        self.asleep, self.unusable = False, ""  # unusable: why it can't sample before the next sync
+
+    def add_stats(self) -> None:
+        """Add the last call to the total."""
+        both = zip(astuple(self.total), astuple(self.stats))
+        self.total = GenerateStats(*(a + b for a, b in both))
+
+    def check_requests(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> tuple[list[list[int]], list[Sampling]]:
+        """Prompts as lists of ids, a Sampling for each; RolloutError for what can't be sampled."""
+        if self.asleep or self.unusable:
+            raise RolloutError(self.unusable or "the engine sleeps; call wake() before generate()")
+        one = isinstance(sampling, Sampling)
+        samplings = [sampling] * len(prompts) if one else list(sampling)
+        prompts = [[int(t) for t in p] for p in prompts]
+        if len(prompts) != len(samplings):
+            raise RolloutError(
+                f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one "
+                "for each prompt"
+            )
+        for i, (prompt, s) in enumerate(zip(prompts, samplings)):
+            if not prompt:
+                problem = (
+                    "is empty: a response needs at least one token (BOS for example) to follow"
+                )
+            elif len(prompt) + s.max_tokens > self.max_length:
+                problem = (
+                    f"has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the "
+                    f"engine's {self.max_length} positions. Leave out or shorten long prompts, or "
+                    "lower max_tokens"
+                )
+            elif not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+                problem = (
+                    f"holds an id outside the vocabulary of {self.vocabulary}: encode it with the "
+                    "model's own tokenizer"
+                )
+            elif s.stop and self.tokenizer is None:
+                problem = f"has stop strings {s.stop}, matched on text: give the engine a tokenizer"
+            else:
+                continue
+            raise RolloutError(f"prompt {i} {problem}")
+        return prompts, samplings
+
+
+def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Shapes of all weights by name, tied ones once; and a tied one's other names → that name."""
+    shapes: dict[str, torch.Size] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(weight), name) == name:
+            shapes[name] = weight.shape
+        else:
+            tied[name] = first[id(weight)]
+    return shapes, tied
+
+
+def checked_weights(
+    named_tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size], tied: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream under Hugging Face names (`clean_name`), each weight once.
+
+    Raises RolloutError for an unknown name, a wrong shape, a tied pair with two values, and at the
+    end for what is missing.
+    """
+    sent: dict[str, Tensor] = {}  # name → some of its values, where it may come again
+    for given, tensor in named_tensors:
+        name = clean_name(given)
+        name = tied.get(name, name)
+        if name not in shapes:
+            raise RolloutError(
+                f"weight {given!r} (read as {name!r}) is unknown to the engine's model: send "
+                "merged full weights under their Hugging Face names"
+            )
+        if shapes[name] != tensor.shape:
+            raise RolloutError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's "
+                f"{tuple(shapes[name])}: send full (unsharded) tensors of the same architecture"
+            )
+        part = tensor.detach().flatten()[::997].clone() if name in tied.values() else None
+        if name not in sent:
+            sent[name] = part
+            yield name, tensor
+        elif part is not None and not torch.equal(sent[name], part):
+            raise RolloutError(
+                f"weight {given!r} is tied in the engine, and its other name brought other values: "
+                "build the engine from a config with tie_word_embeddings=false"
+            )
+    if missing := [name for name in shapes if name not in sent]:
         raise RolloutError(
-            f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one for each prompt"
+            f"the sync lacked {len(missing)} of {len(shapes)} weights, {missing[0]!r} first: send "
+            "all of them"
         )
-    for i, (prompt, s) in enumerate(zip(prompts, samplings)):
-        if not prompt:
-            raise RolloutError(f"prompt {i} is empty: a response needs at least one token (BOS for example) to follow")
-        if len(prompt) + s.max_tokens > engine.max_length:
-            raise RolloutError(
-                f"prompt {i} has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the engine's "
-                f"{engine.max_length} positions. Filter or shorten long prompts, or lower max_tokens"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < engine.vocabulary:
-            raise RolloutError(
-                f"prompt {i} holds an id outside the vocabulary of {engine.vocabulary}: encode it with the model's "
-                "own tokenizer"
-            )
-        if s.stop and engine.tokenizer is None:
-            raise RolloutError(
-                f"prompt {i} has stop strings {s.stop}, matched on decoded text: give the engine a tokenizer"
-            )
-    return prompts, samplings
-
-
-def _request_seed(sampling: Sampling) -> int:
-    """The sampling's seed, or one from torch's global generator."""
-    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
-
-
-def _check_ids(eos_ids: Iterable[int], pad_id: int, vocabulary: int) -> frozenset[int]:
-    """The ids that end a response; RolloutError for one that the model has no embedding for."""
-    eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
-    for name, token in [("pad_id", pad_id), *(("eos id", e) for e in eos_ids)]:
-        if not 0 <= token < vocabulary:
-            raise RolloutError(
-                f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id below it, the EOS id "
-                "for padding for example"
-            )
-    return frozenset(eos_ids)
-
-
-_HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
-
-
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module", "base_layer"}
-
-
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a parameter seen through DDP, FSDP, torch.compile, checkpointing or PEFT wrappers."""
-    parts = [p for p in name.split(".") if p not in _WRAPPERS]
-    if parts[0] == "module":
-        parts = parts[1:]
-    if parts[:2] == ["base_model", "model"]:
-        parts = parts[2:]
-    return ".".join(parts)

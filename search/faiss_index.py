@@ -1,9 +1,8 @@
-"""Approximate and compressed search by FAISS beside an exact index: less memory or time, some passages not found.
+"""Approximate and compressed search by FAISS: less memory or time, some passages not found.
 
-A file of its own because FAISS is optional: it is imported inside the functions, a GPU build of it is used where one is
-installed, and nothing else needs it.  The kind of index is FAISS's factory string: Flat, SQfp16 (half precision),
-IVF4096,Flat (only the nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph).  It
-lies in a folder of its own with its settings, and is opened with those.
+The kind of index is FAISS's factory string: Flat, SQfp16 (half precision), IVF4096,Flat (only the
+nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph). It lies
+in a folder of its own beside the exact index. A GPU build of FAISS is used where one is installed.
 
 Shapes: Q queries, M passages, D embedding size, K list length.
 """
@@ -17,22 +16,25 @@ from typing import Any, Sequence
 import numpy as np
 
 from runs import atomic_folder
-from search.passages import check_k, check_same, read_meta, RetrieverError, write_meta
+from search.passages import RetrieverError, check_k, check_same, read_meta, write_meta
 
 BLOCK = 65536  # vectors that are added at a time, in float32
+GPU_K = 2048  # the longest list that FAISS gives on a GPU
 
 
 def _faiss() -> Any:
     try:
         import faiss
     except ImportError as e:
-        raise RetrieverError("an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact "
-                             "search (faiss unset) needs nothing more") from e
+        raise RetrieverError(
+            "an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact "
+            "search (faiss unset) needs nothing more"
+        ) from e
     return faiss
 
 
 def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
-    """The index in the memory of all GPUs, where FAISS was built for them and knows this kind there."""
+    """The index in the memory of all GPUs, where FAISS was built for them and has this kind."""
     if getattr(faiss, "get_num_gpus", lambda: 0)() and "HNSW" not in factory:
         return faiss.index_cpu_to_all_gpus(index)
     return index
@@ -48,16 +50,28 @@ def _size(folder: Path) -> int:
     return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
 
 
-def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory: str, source: dict,
-                nprobe: int | None = None, ef_search: int | None = None) -> int:
-    """Build an index of the vectors of `shards` into `folder`; the vectors added now, 0 where it stood there.
+def build_faiss(
+    folder: str | os.PathLike,
+    shards: Sequence[np.ndarray],
+    factory: str,
+    source: dict,
+    nprobe: int | None = None,
+    ef_search: int | None = None,
+) -> int:
+    """Build an index of the vectors of `shards` into `folder`; the vectors added now, 0 where it
+    stood there.
 
-    source: what of the dense index must be the same when this one is opened (its corpus, encoder, size)
-    nprobe, ef_search: how many lists of an IVF index (None: 32), and how wide a front of an HNSW graph (None: 128), a
+    source: what of the dense index must be the same when this one is opened
+    nprobe, ef_search: how many lists of an IVF index (None: 32), and how wide a front of an HNSW
+    graph (None: 128), a
         search looks at where it is not told when the index is opened
     Trained on an even sample: all vectors, or 64 for every list and 2^18 at least.
     """
-    folder, nprobe, ef_search = Path(folder), 32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search
+    folder, nprobe, ef_search = (
+        Path(folder),
+        32 if nprobe is None else nprobe,
+        128 if ef_search is None else ef_search,
+    )
     _check(nprobe, ef_search)
     settings = {"format": "faiss-1", "factory": factory, **source}
     if (meta := read_meta(folder)) is not None:
@@ -69,36 +83,52 @@ def build_faiss(folder: str | os.PathLike, shards: Sequence[np.ndarray], factory
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as e:
-        raise RetrieverError(f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
-                             f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64") from e
+        raise RetrieverError(
+            f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
+            f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64"
+        ) from e
     lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
     wanted = max(64 * lists, 1 << 18)
     rows = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64))
     ends = np.cumsum([len(shard) for shard in shards])
-    sample = np.concatenate([shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
-                             for shard, end in zip(shards, ends)]).astype(np.float32)
+    sample = np.concatenate(
+        [
+            shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
+            for shard, end in zip(shards, ends)
+        ]
+    ).astype(np.float32)
     if count < lists:
-        raise RetrieverError(f"faiss is {factory!r} with {lists} lists, but there are {count:,} passages; a list "
-                             "needs dozens of them. Give a smaller number of lists.")
+        raise RetrieverError(
+            f"faiss is {factory!r} with {lists} lists, but there are {count:,} passages; a list "
+            "needs dozens of them. Give a smaller number of lists."
+        )
     on_cpu, index = index, _on_gpus(faiss, index, factory)
     index.train(sample)
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
-            index.add(shard[start:start + BLOCK].astype(np.float32))
+            index.add(shard[start : start + BLOCK].astype(np.float32))
     if index is not on_cpu:
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
         temporary = Path(temporary)
-        write_meta(temporary, settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": _size(temporary)})
+        write_meta(
+            temporary,
+            settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": _size(temporary)},
+        )
     return count
 
 
 class FaissIndex:
     """A saved index; `nprobe` and `ef_search` may be set anew at any time (`set`)."""
 
-    def __init__(self, folder: str | os.PathLike, source: dict, nprobe: int | None = None,
-                 ef_search: int | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        source: dict,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+    ):
         """RetrieverError: there is no index, a damaged one, or one of another source.
 
         source: what `build_faiss` was given
@@ -107,33 +137,50 @@ class FaissIndex:
         folder = Path(folder)
         meta = read_meta(folder)
         if meta is None or meta.get("format") != "faiss-1":
-            raise RetrieverError(f"there is no FAISS index at {folder}; build it with: python retriever.py kind=dense "
-                                 "faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT")
-        check_same(folder, meta, source, "It belongs to another dense index: delete it and build it again.")
+            raise RetrieverError(
+                f"there is no FAISS index at {folder}; build it with: python retriever.py "
+                "kind=dense faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT"
+            )
+        check_same(
+            folder, meta, source, "It belongs to another dense index: delete it and build it again."
+        )
         faiss = _faiss()
         self.meta, self.bytes = meta, meta["bytes"]
         way_out = f"delete {folder} and build it again"
         if (size := _size(folder)) != self.bytes:
-            raise RetrieverError(f"{folder}/index.faiss is damaged: {size:,} of its {self.bytes:,} bytes are there; "
-                                 f"{way_out}")
+            raise RetrieverError(
+                f"{folder}/index.faiss is damaged: {size:,} of its {self.bytes:,} bytes are there; "
+                f"{way_out}"
+            )
         try:
             index = faiss.read_index(str(folder / "index.faiss"))
         except RuntimeError as e:
             reason = str(e).strip().splitlines()[-1]
             raise RetrieverError(f"{folder}/index.faiss is damaged ({reason}); {way_out}") from e
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
-        self._index = _on_gpus(faiss, index, meta["factory"])
-        self._parameters = faiss.ParameterSpace() if self._index is index else faiss.GpuParameterSpace()
-        self.set(meta["nprobe"] if nprobe is None else nprobe, meta["ef_search"] if ef_search is None else ef_search)
+        self._index, self._on_cpu = _on_gpus(faiss, index, meta["factory"]), index
+        self._parameters = [(faiss.ParameterSpace(), index)]
+        if self._index is not index:
+            self._parameters.append((faiss.GpuParameterSpace(), self._index))
+        self.set(
+            meta["nprobe"] if nprobe is None else nprobe,
+            meta["ef_search"] if ef_search is None else ef_search,
+        )
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
         _check(nprobe, ef_search)
-        if self._lists:
-            self._parameters.set_index_parameter(self._index, "nprobe", nprobe)
-        if "HNSW" in self.meta["factory"]:
-            self._parameters.set_index_parameter(self._index, "efSearch", ef_search)
+        for space, index in self._parameters:
+            if self._lists:
+                space.set_index_parameter(index, "nprobe", nprobe)
+            if "HNSW" in self.meta["factory"]:
+                space.set_index_parameter(index, "efSearch", ef_search)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(Q, D) float32 → scores (Q, K) and passage numbers (Q, K), best first; -1 where less than K were found."""
-        return self._index.search(np.ascontiguousarray(queries, dtype=np.float32), min(k, self.count))
+        """(Q, D) float32 → (Q, K) scores and passage numbers, best first; -1: none was found.
+
+        Lists that are too long for a GPU come from the index in the CPU's memory.
+        """
+        k = min(k, self.count)
+        index = self._index if k <= GPU_K else self._on_cpu
+        return index.search(np.ascontiguousarray(queries, dtype=np.float32), k)

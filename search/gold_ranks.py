@@ -1,16 +1,18 @@
 """The rank of a gold passage on a Hopper GPU: one kernel that multiplies, compares and counts.
 
-A file of its own because it needs Triton at import (exact.py imports it where there is a card that runs it).  Nothing
-is written but one integer a query.  The scores of a tile of 128 queries and 256 passages stay in the registers in which
-the tensor cores leave them, are compared with the score of each query's gold there, and the counts are added to the
-query's number.  Query tiles run fastest, so a passage comes from memory once and from the L2 cache for all other tiles.
+It needs Triton at import; exact.py imports it where there is a card that runs it. Nothing is
+written but one integer a query. The scores of a tile of 128 queries and 256 passages stay in the
+registers in which the tensor cores leave them, are compared with the score of each query's gold
+there, and the counts are added to the query's number. Query tiles run fastest, so a passage comes
+from memory once and from the L2 cache for all other tiles.
 
-Three groups of warps share the work of a block, which lives as long as the kernel and takes every n-th tile: one thread
-fills buffers with the next parts of both matrices, two groups multiply 64 queries each.  They wait for
-buffers and not for each other, so one compares and counts while the other multiplies.
+Three groups of warps share the work of a block, which lives as long as the kernel and takes every
+n-th tile: one thread fills buffers with the next parts of both matrices, two groups multiply 64
+queries each. They wait for buffers and not for each other, so one compares and counts while the
+other multiplies.
 
-The gold's own score comes out of the same code (`OWN`), in the same order of sums: rounding can't place it against
-itself.
+The gold's own score comes out of the same code (`OWN`), in the same order of sums: rounding can't
+place it against itself.
 
 Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of its golds.
 """
@@ -21,18 +23,42 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (mbarrier, tma, warpgroup_mma,
-                                                              warpgroup_mma_init,
-                                                              warpgroup_mma_wait)
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE_M, TILE_D, STAGES = 256, 64, 4  # passages of a tile of 128 queries, columns of one part, parts in flight
+TILE_M, TILE_D, STAGES = (
+    256,
+    64,
+    4,
+)  # passages of a tile of 128 queries, columns of one part, parts in flight
 
 
 @gluon.jit
-def _load(q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs,
-          D: gl.constexpr, TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    """Keep the buffers filled: for every tile of this block and every TILE_D columns, 2 x 64 queries, the passages."""
+def _load(
+    q_desc,
+    p_desc,
+    q_bufs,
+    p_bufs,
+    ready,
+    empty,
+    gold_ptr,
+    count_ptr,
+    n_queries,
+    n_passages,
+    programs,
+    D: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    """Fill the buffers: 2 x 64 queries and the passages of every tile, TILE_D columns at a time."""
     tiles_q = gl.cdiv(n_queries, 128)
     tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
     step = 0
@@ -45,16 +71,35 @@ def _load(q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_q
             bar = ready.index(slot)
             mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + p_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [q0, column], bar, q_bufs.index(2 * slot))
-            tma.async_copy_global_to_shared(q_desc, [q0 + 64, column], bar, q_bufs.index(2 * slot + 1))
+            tma.async_copy_global_to_shared(
+                q_desc, [q0 + 64, column], bar, q_bufs.index(2 * slot + 1)
+            )
             tma.async_copy_global_to_shared(p_desc, [p0, column], bar, p_bufs.index(slot))
             step += 1
 
 
 @gluon.jit
-def _count(half: gl.constexpr, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs,
-           D: gl.constexpr, TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    """Multiply one half of the queries of every tile, and count the scores that are at least the gold's."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16])
+def _count(
+    half: gl.constexpr,
+    q_bufs,
+    p_bufs,
+    ready,
+    empty,
+    gold_ptr,
+    count_ptr,
+    n_queries,
+    n_passages,
+    programs,
+    D: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    """Multiply one half of the queries of every tile and count scores at least the gold's."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]
+    )
     tiles_q = gl.cdiv(n_queries, 128)
     tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
     step = 0
@@ -63,14 +108,23 @@ def _count(half: gl.constexpr, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr
         q0 = tile % tiles_q * 128
         rows = q0 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         here = rows < n_queries
-        gold = gl.load(gold_ptr + rows, mask=here, other=0.0)  # early: it comes while the tile is multiplied
+        gold = gl.load(
+            gold_ptr + rows, mask=here, other=0.0
+        )  # early: it comes while the tile is multiplied
         scores = warpgroup_mma_init(scores)
         for column in range(0, D, TILE_D):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
-            scores = warpgroup_mma(q_bufs.index(2 * slot + half), p_bufs.index(slot).permute((1, 0)), scores,
-                                   use_acc=column > 0, is_async=True)
-            scores = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(scores,)))  # the part before is multiplied
+            scores = warpgroup_mma(
+                q_bufs.index(2 * slot + half),
+                p_bufs.index(slot).permute((1, 0)),
+                scores,
+                use_acc=column > 0,
+                is_async=True,
+            )
+            scores = warpgroup_mma_init(
+                warpgroup_mma_wait(1, deps=(scores,))
+            )  # the part before is multiplied
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=column > 0)
             step += 1
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -81,65 +135,225 @@ def _count(half: gl.constexpr, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr
             gl.store(gold_ptr + rows, own, mask=here)
         else:
             count = gl.sum((scores >= gold.expand_dims(1)).to(gl.int32), 1)
-            beyond = gl.maximum(tile // tiles_q * TILE_M + TILE_M - n_passages, 0)  # rows of zeros below the last
+            beyond = gl.maximum(
+                tile // tiles_q * TILE_M + TILE_M - n_passages, 0
+            )  # rows of zeros below the last
             count -= gl.where(gold <= 0, beyond, 0)
             gl.atomic_add(count_ptr + rows, count, mask=here, sem="relaxed")
 
 
 @gluon.jit
-def _count_first(q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs, D: gl.constexpr,
-                 TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    _count(0, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs, D, TILE_M, TILE_D,
-           STAGES, OWN)
+def _count_first(
+    q_bufs,
+    p_bufs,
+    ready,
+    empty,
+    gold_ptr,
+    count_ptr,
+    n_queries,
+    n_passages,
+    programs,
+    D: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    _count(
+        0,
+        q_bufs,
+        p_bufs,
+        ready,
+        empty,
+        gold_ptr,
+        count_ptr,
+        n_queries,
+        n_passages,
+        programs,
+        D,
+        TILE_M,
+        TILE_D,
+        STAGES,
+        OWN,
+    )
 
 
 @gluon.jit
-def _count_second(q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs,
-                  D: gl.constexpr, TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr,
-                  OWN: gl.constexpr):
-    _count(1, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs, D, TILE_M, TILE_D,
-           STAGES, OWN)
+def _count_second(
+    q_desc,
+    p_desc,
+    q_bufs,
+    p_bufs,
+    ready,
+    empty,
+    gold_ptr,
+    count_ptr,
+    n_queries,
+    n_passages,
+    programs,
+    D: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    _count(
+        1,
+        q_bufs,
+        p_bufs,
+        ready,
+        empty,
+        gold_ptr,
+        count_ptr,
+        n_queries,
+        n_passages,
+        programs,
+        D,
+        TILE_M,
+        TILE_D,
+        STAGES,
+        OWN,
+    )
 
 
 @gluon.jit
-def specialised(q_desc, p_desc, gold_ptr, count_ptr, n_queries, n_passages, programs, D: gl.constexpr,
-                TILE_M: gl.constexpr, TILE_D: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    """Counts of scores >= gold (Q,) into count_ptr, or with OWN the scores of the pairs (q_i, p_i) into gold_ptr."""
+def specialised(
+    q_desc,
+    p_desc,
+    gold_ptr,
+    count_ptr,
+    n_queries,
+    n_passages,
+    programs,
+    D: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    """Counts of scores >= gold (Q,) to count_ptr, or with OWN scores of (q_i, p_i) to gold_ptr."""
     q_bufs = gl.allocate_shared_memory(gl.float16, [2 * STAGES, 64, TILE_D], q_desc.layout)
     p_bufs = gl.allocate_shared_memory(gl.float16, [STAGES, TILE_M, TILE_D], p_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())  # filled: one arrival
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())  # read: one of either half
+    ready = gl.allocate_shared_memory(
+        gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()
+    )  # filled: one arrival
+    empty = gl.allocate_shared_memory(
+        gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()
+    )  # read: one of either half
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    gl.warp_specialize([
-        (_count_first, (q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs, D, TILE_M,
-                        TILE_D, STAGES, OWN)),
-        (_count_second, (q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages,
-                         programs, D, TILE_M, TILE_D, STAGES, OWN)),
-        (_load, (q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages, programs, D,
-                 TILE_M, TILE_D, STAGES, OWN))], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (
+                _count_first,
+                (
+                    q_bufs,
+                    p_bufs,
+                    ready,
+                    empty,
+                    gold_ptr,
+                    count_ptr,
+                    n_queries,
+                    n_passages,
+                    programs,
+                    D,
+                    TILE_M,
+                    TILE_D,
+                    STAGES,
+                    OWN,
+                ),
+            ),
+            (
+                _count_second,
+                (
+                    q_desc,
+                    p_desc,
+                    q_bufs,
+                    p_bufs,
+                    ready,
+                    empty,
+                    gold_ptr,
+                    count_ptr,
+                    n_queries,
+                    n_passages,
+                    programs,
+                    D,
+                    TILE_M,
+                    TILE_D,
+                    STAGES,
+                    OWN,
+                ),
+            ),
+            (
+                _load,
+                (
+                    q_desc,
+                    p_desc,
+                    q_bufs,
+                    p_bufs,
+                    ready,
+                    empty,
+                    gold_ptr,
+                    count_ptr,
+                    n_queries,
+                    n_passages,
+                    programs,
+                    D,
+                    TILE_M,
+                    TILE_D,
+                    STAGES,
+                    OWN,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def _run(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bool) -> None:
-    layouts = [gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16) for rows in (64, TILE_M)]
+    layouts = [
+        gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16) for rows in (64, TILE_M)
+    ]
     q_desc = TensorDescriptor.from_tensor(queries, [64, TILE_D], layouts[0])
     p_desc = TensorDescriptor.from_tensor(passages, [TILE_M, TILE_D], layouts[1])
     programs = torch.cuda.get_device_properties(queries.device).multi_processor_count
-    specialised[(programs,)](q_desc, p_desc, gold, count, len(queries), len(passages), programs, queries.shape[1],
-                             TILE_M, TILE_D, STAGES, own, num_warps=4, maxnreg=168)
+    specialised[(programs,)](
+        q_desc,
+        p_desc,
+        gold,
+        count,
+        len(queries),
+        len(passages),
+        programs,
+        queries.shape[1],
+        TILE_M,
+        TILE_D,
+        STAGES,
+        own,
+        num_warps=4,
+        maxnreg=168,
+    )
 
 
 def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
-    """(P, D) fp16 queries and passages, pair by pair → (P,) float32 inner products, rounded as `add_counts` rounds."""
+    """(P,) float32 products of (P, D) fp16 queries and passages, rounded as by `add_counts`."""
     out = torch.zeros(len(queries), dtype=torch.float32, device=queries.device)
-    _run(queries.contiguous(), passages.contiguous(), out, torch.zeros(1, dtype=torch.int32, device=out.device), True)
+    _run(
+        queries.contiguous(),
+        passages.contiguous(),
+        out,
+        torch.zeros(1, dtype=torch.int32, device=out.device),
+        True,
+    )
     return out
 
 
 def add_counts(count: Tensor, queries: Tensor, passages: Tensor, gold: Tensor) -> None:
-    """Add to count (Q,) int32 how many passages (M, D) fp16 score at least gold (Q,) float32 for queries (Q, D) fp16.
+    """Add to count (Q,) int32 how many passages (M, D) fp16 score at least gold (Q,) float32 for
+    queries (Q, D) fp16.
 
-    Nothing may be NaN or infinite (exact.py looks before).  D is a multiple of 8.
+    Nothing may be NaN or infinite (exact.py looks before). D is a multiple of 8.
     """
     _run(queries.contiguous(), passages, gold.contiguous(), count, False)

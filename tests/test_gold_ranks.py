@@ -11,11 +11,20 @@ from search import exact
 from search.exact import exact_gold_ranks, exact_search, place
 from search.passages import FAILED
 
-SHAPES = [(1, 1, 8), (5, 255, 72), (64, 256, 64), (130, 1000, 768), (300, 3001, 384), (129, 257, 1024)]
+SHAPES = [
+    (1, 1, 8),
+    (5, 255, 72),
+    (64, 256, 64),
+    (130, 1000, 768),
+    (300, 3001, 384),
+    (129, 257, 1024),
+]
 
 
 def whole_numbers(n: int, dim: int, most: int, seed: int) -> torch.Tensor:
-    return torch.randint(-most, most + 1, (n, dim), generator=torch.Generator().manual_seed(seed)).half()
+    return torch.randint(
+        -most, most + 1, (n, dim), generator=torch.Generator().manual_seed(seed)
+    ).half()
 
 
 def sorted_rank(scores: np.ndarray, golds: list[int], cutoff: int) -> int | None:
@@ -29,10 +38,17 @@ def sorted_rank(scores: np.ndarray, golds: list[int], cutoff: int) -> int | None
 @pytest.mark.parametrize("queries,passages,dim", SHAPES)
 def test_kernel_counts_what_a_product_counts(queries, passages, dim):
     from search import gold_ranks
+
     q, p = whole_numbers(queries, dim, 3, 1).cuda(), whole_numbers(passages, dim, 3, 2).cuda()
     truth = q.double() @ p.double().T
-    for pick in ("some", "low", "zero"):  # low: every row of zeros beyond the last passage would count, too
-        gold = torch.randint(passages, (queries,), generator=torch.Generator().manual_seed(3)).cuda()
+    for pick in (
+        "some",
+        "low",
+        "zero",
+    ):  # low: every row of zeros beyond the last passage would count, too
+        gold = torch.randint(
+            passages, (queries,), generator=torch.Generator().manual_seed(3)
+        ).cuda()
         if pick == "low":
             gold = truth.argmin(1)
         score = gold_ranks.own_scores(q, p[gold])
@@ -48,6 +64,7 @@ def test_kernel_counts_what_a_product_counts(queries, passages, dim):
 def test_kernel_never_places_a_gold_against_itself():
     """Every query's gold is the query itself, far above the others: one passage scores at least as high, the gold."""
     from search import gold_ranks
+
     torch.manual_seed(0)
     for dim in (96, 384, 768):
         p = torch.randn(5000, dim, device="cuda").half()
@@ -59,29 +76,44 @@ def test_kernel_never_places_a_gold_against_itself():
         twins = torch.cat([p, p[rows[:100]]])
         count.zero_()
         gold_ranks.add_counts(count, p[rows], twins, score)
-        assert count[:100].tolist() == [2] * 100 and count[100:].tolist() == [1] * 3996  # bit for bit, anywhere
+        assert (
+            count[:100].tolist() == [2] * 100 and count[100:].tolist() == [1] * 3996
+        )  # bit for bit, anywhere
 
 
 @pytest.mark.gpu
 def test_gold_ranks_on_a_gpu_equal_a_sort():
     rng = np.random.default_rng(0)
     p, q = whole_numbers(900, 64, 2, 4), whole_numbers(150, 64, 2, 5).float()
-    golds = [rng.integers(0, 900, rng.integers(1, 5)).tolist() for _ in range(150)]  # several, some twice
+    golds = [
+        rng.integers(0, 900, rng.integers(1, 5)).tolist() for _ in range(150)
+    ]  # several, some twice
     truth = q.double().numpy() @ p.double().numpy().T
     q[7, 3] = math.nan
     for cutoff in (1, 100, 900):
-        expected = [FAILED if i == 7 else sorted_rank(truth[i], golds[i], cutoff) for i in range(150)]
+        expected = [
+            FAILED if i == 7 else sorted_rank(truth[i], golds[i], cutoff) for i in range(150)
+        ]
         for shards in ([p.numpy()], np.array_split(p.numpy(), 4)):
-            for held in (place(shards, torch.device("cuda")), shards):  # by the kernel, and by blocks from the host
+            for held in (
+                place(shards, torch.device("cuda")),
+                shards,
+            ):  # by the kernel, and by blocks from the host
                 got = exact_gold_ranks(q.cuda(), held, golds, cutoff)
                 assert [str(r) for r in got] == [str(r) for r in expected]
     bad = p.clone()
     bad[5, 5] = math.inf
     held = place([bad.numpy()], torch.device("cuda"))
-    assert not isinstance(held[0], torch.Tensor)  # where something is not finite, every score is looked at
+    assert not isinstance(
+        held[0], torch.Tensor
+    )  # where something is not finite, every score is looked at
     bad[5] = math.nan
-    assert all(r is FAILED for r in exact_gold_ranks(whole_numbers(3, 64, 2, 6).float().cuda(), [bad.cuda().float()],
-                                                     [[0]] * 3))
+    assert all(
+        r is FAILED
+        for r in exact_gold_ranks(
+            whole_numbers(3, 64, 2, 6).float().cuda(), [bad.cuda().float()], [[0]] * 3
+        )
+    )
 
 
 @pytest.mark.gpu
@@ -89,12 +121,17 @@ def test_real_numbers_differ_from_float64_within_rounding_only():
     torch.manual_seed(1)
     p = torch.randn(200_000, 768, device="cuda").half()
     rows = torch.randint(200_000, (512,), device="cuda")
-    q = (p[rows].float() * torch.linspace(0.05, 0.3, 512, device="cuda")[:, None]
-         + torch.randn(512, 768, device="cuda")).half()
+    q = (
+        p[rows].float() * torch.linspace(0.05, 0.3, 512, device="cuda")[:, None]
+        + torch.randn(512, 768, device="cuda")
+    ).half()
     got = exact_gold_ranks(q.float(), [p], [[int(r)] for r in rows], cutoff=200_000)
     scores = q.double() @ p.double().T
     gold = scores.gather(1, rows[:, None])
-    truth, near = (scores >= gold).sum(1), ((scores - gold).abs() < 1e-5 * q.double().abs().sum(1, keepdim=True)).sum(1)
+    truth, near = (
+        (scores >= gold).sum(1),
+        ((scores - gold).abs() < 1e-5 * q.double().abs().sum(1, keepdim=True)).sum(1),
+    )
     off = [abs(a - int(b)) for a, b in zip(got, truth)]
     assert all(d <= int(n) - 1 for d, n in zip(off, near)) and sum(d > 0 for d in off) < 26
     found = exact_search(q.float(), [p], 100, torch.arange(200_000, device="cuda"))[1]

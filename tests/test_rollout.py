@@ -1,40 +1,44 @@
-"""rollout.py against transformers' generate, the trainer's log-probabilities and slow loops."""
+"""TorchEngine and the training batch: transformers' generate, the trainer, slow loops."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import math
 import os
+import random
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
 import torch
 from tiny import tiny_lm, tiny_tokenizer
 import rollout as R
-from engines.base import EngineConfig, hf_name, Rollout, RolloutError, Sampling
-from engines.torch_engine import _fuse_norms, _KVCache, sample_tokens, TorchEngine
+from config import ConfigError
+from engines.base import EngineConfig, GenerateStats, Rollout, RolloutError, Sampling
+from engines.kv_cache import KVCache
+from engines.torch_engine import _fuse_norms, sample_tokens, TorchEngine
 from packing import token_logprobs
 from rollout import check_engine, collate_rollouts
 
-# Cases of the areas rollout, infer and sync that this file cannot show.
-CASES_ELSEWHERE = {
-    "rol-04": "a template that opens the think block itself: data.py and reward.py decide; the engine returns ids",
-    "inf-06": "test_infer.py: restart",
-    "inf-10": "test_infer.py: unclosed rewrite",
-    "syn-03": "test_distributed.py: gradient norm",
-    "syn-11": "test_distributed.py: clip factor",
-    "syn-13": "test_grpo.py: rows and ranks",
-    **dict.fromkeys(("rol-06", "rol-12", "rol-14", "rol-16", "rol-20"), "test_episode.py"),
-    **dict.fromkeys(("syn-05", "syn-09"), "test_lora.py"),
-}
-PROMPTS = [[7, 8, 9, 10, 11], [7, 8, 9, 40], [7, 8, 9, 10, 11], [7, 8, 9, 50, 51, 52, 53, 54, 55], [7, 8, 9, 10]]
+PROMPTS = [
+    [7, 8, 9, 10, 11],
+    [7, 8, 9, 40],
+    [7, 8, 9, 10, 11],
+    [7, 8, 9, 50, 51, 52, 53, 54, 55],
+    [7, 8, 9, 10],
+]
 
 
-def engine(kind="qwen2", tied=True, eos=(2,), pad=0, max_batch=64, tokenizer=None, seed=0, **changes):
-    return TorchEngine(tiny_lm(kind=kind, tied=tied, seed=seed, **changes), eos, pad, tokenizer, max_batch)
+def engine(
+    kind="qwen2", tied=True, eos=(2,), pad=0, max_batch=64, tokenizer=None, seed=0, **changes
+):
+    return TorchEngine(
+        tiny_lm(kind=kind, tied=tied, seed=seed, **changes), eos, pad, tokenizer, max_batch
+    )
 
 
 def reference_greedy(model, prompts, max_new, eos, pad=0):
@@ -67,14 +71,17 @@ def texts(rollouts):
     return [r.response_ids for r in rollouts]
 
 
-# -------------------------------------------------------------------------------------------------------------- parity
+# ---- parity
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_greedy_equals_transformers(kind, tied):
     e = engine(kind, tied)
-    eos = (2, reference_greedy(e.model, PROMPTS, 24, (2,))[1][5])  # one id that does occur: sequences of unequal length
+    eos = (
+        2,
+        reference_greedy(e.model, PROMPTS, 24, (2,))[1][5],
+    )  # one id that does occur: sequences of unequal length
     e.eos_ids = frozenset(eos)
     expected = reference_greedy(e.model, PROMPTS, 24, eos)
     for max_batch in (1, 2, 64):
@@ -94,7 +101,10 @@ def test_logprobs_equal_the_trainers(kind, temperature):
     trainer = token_logprobs(e.model, batch.tokens, batch.attention_mask, temperature or 1.0)
     assert ((trainer - batch.logprobs) * batch.loss_mask).abs().max() < 1e-4
     for r in rollouts:
-        assert max(abs(a - b) for a, b in zip(r.logprobs, plain_logprobs(e.model, r, temperature))) < 1e-4
+        assert (
+            max(abs(a - b) for a, b in zip(r.logprobs, plain_logprobs(e.model, r, temperature)))
+            < 1e-4
+        )
 
 
 def test_top_p_logprobs_are_renormalised():
@@ -106,7 +116,9 @@ def test_top_p_logprobs_are_renormalised():
             p, order = logits[len(r.prompt_ids) + j - 1].softmax(-1).sort(descending=True)
             kept = int((p.cumsum(0) < 0.8).sum()) + 1
             assert token in order[:kept].tolist()
-            assert logprob == pytest.approx((p[order.tolist().index(token)] / p[:kept].sum()).log().item(), abs=1e-4)
+            assert logprob == pytest.approx(
+                (p[order.tolist().index(token)] / p[:kept].sum()).log().item(), abs=1e-4
+            )
 
 
 def test_the_callers_attention_is_put_back():
@@ -114,10 +126,12 @@ def test_the_callers_attention_is_put_back():
     before, ids = e.model.config._attn_implementation, torch.tensor([PROMPTS[3]])
     logits = e.model(ids).logits
     e.generate(PROMPTS[:2], Sampling(max_tokens=3))
-    assert e.model.config._attn_implementation == before and torch.equal(e.model(ids).logits, logits)
+    assert e.model.config._attn_implementation == before and torch.equal(
+        e.model(ids).logits, logits
+    )
 
 
-# ------------------------------------------------------------------------------------------ sharing, batches and order
+# ---- sharing, batches and order
 
 
 def test_shared_prefix_changes_nothing_and_is_computed_once():
@@ -136,19 +150,22 @@ def test_shared_prefix_changes_nothing_and_is_computed_once():
 def test_prompt_of_a_group_larger_than_the_batch_is_computed_once():
     e = engine(max_batch=4)
     got = e.generate(
-        [PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)]
+        [PROMPTS[3], PROMPTS[0]],
+        [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)],
     )
-    assert (
-        e.stats.prompt_tokens == 8 + 3 + 5
-    )  # all but the last token once, the last once a pass; then the other prompt
+    # all but the last token once, the last once a pass; then the other prompt
+    assert e.stats.prompt_tokens == 8 + 3 + 5
     assert [r.group_id for r in got] == [0] * 10 + [1] * 2
     wide = engine(max_batch=64).generate(
-        [PROMPTS[3], PROMPTS[0]], [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)]
+        [PROMPTS[3], PROMPTS[0]],
+        [Sampling(n=10, max_tokens=3, seed=5), Sampling(n=2, max_tokens=3, seed=5)],
     )
     assert texts(got) == texts(wide)
 
 
-@pytest.mark.parametrize("prompts", [[[5]], [[5], [6]], [[5], [5]], [[5], [5, 6], [5, 6, 7]], [[5, 6, 7], [5, 6]]])
+@pytest.mark.parametrize(
+    "prompts", [[[5]], [[5], [6]], [[5], [5]], [[5], [5, 6], [5, 6, 7]], [[5, 6, 7], [5, 6]]]
+)
 def test_short_prompts(prompts):
     """Prompts of one token; a prompt that is the whole common prefix."""
     e = engine("llama")
@@ -171,10 +188,10 @@ def test_order_is_prompt_major_and_requests_have_their_own_limits():
         assert [len(r.response_ids) for r in got] == [3, 3, 9, 1, 1, 1, 30, 5, 5]
         assert {r.end for r in got} == {"length"}
         for r in got:
-            assert (
-                r.prompt_ids == PROMPTS[r.group_id]
-            )  # rol-02: the ids that were given, in the engine and in the batch
-            assert len(r.logprobs) == len(r.loss_mask) == len(r.response_ids) and set(r.loss_mask) == {1}
+            assert r.prompt_ids == PROMPTS[r.group_id]
+            assert len(r.logprobs) == len(r.loss_mask) == len(r.response_ids) and set(
+                r.loss_mask
+            ) == {1}
 
 
 def test_rows_leave_and_join_without_disturbing_others():
@@ -195,20 +212,6 @@ def test_long_prompts_are_computed_in_parts(monkeypatch):
     assert texts(e.generate(PROMPTS, s)) == whole
 
 
-def test_inf_02_positions_come_from_lengths():
-    """Ragged prompts see the rotary positions they see alone: their log-probabilities are those of a batch of one."""
-    e = engine("llama")
-    prompts = [[9, 10], [11, 12, 13, 14]]
-    got = e.generate(prompts, Sampling(temperature=0.7, max_tokens=10, seed=0))
-    for r in got:
-        assert max(abs(a - b) for a, b in zip(r.logprobs, plain_logprobs(e.model, r, 0.7))) < 1e-4
-
-
-def test_inf_12_greedy_is_the_same_for_every_batch_size():
-    runs = [texts(engine(max_batch=b).generate(PROMPTS, Sampling(temperature=0, max_tokens=16))) for b in (1, 4, 1, 4)]
-    assert all(run == runs[0] for run in runs)
-
-
 def test_nothing_to_do():
     assert engine().generate([], Sampling()) == []
 
@@ -217,23 +220,154 @@ def test_progress_reports_tokens_per_second():
     calls = []
     engine(eos=()).generate(PROMPTS, Sampling(n=2, max_tokens=20), lambda *a: calls.append(a))
     assert (
-        calls[-1][:2] == (10, 10) and all(done <= total and rate > 0 for done, total, rate in calls) and len(calls) > 1
+        calls[-1][:2] == (10, 10)
+        and all(done <= total and rate > 0 for done, total, rate in calls)
+        and len(calls) > 1
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# ---- conversations
 
 
-def test_rol_22_seeds():
+def play(e, fresh, rounds, first=PROMPTS, shown=7, n=3, eos=(), **options):
+    """Several rounds of conversations on `e`, each compared with an engine that computes all anew.
+
+    After a round every response is followed by `shown` ids (fewer and more by turns); some end.
+    Returns the computed and the held prompt tokens of every round but the first.
+    """
+    draws, counts, prompts = random.Random(0), [], first
+    for number in range(rounds):
+        s = Sampling(n=1 if number else n, max_tokens=9, seed=number, **options)
+        got = e.generate(prompts, s)
+        counts.append((e.stats.prompt_tokens, e.stats.held_tokens))
+        whole = fresh().generate(prompts, s)
+        assert [(r.response_ids, r.end) for r in got] == [(r.response_ids, r.end) for r in whole]
+        for r, other in zip(got, whole):
+            assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        prompts = [
+            r.prompt_ids + r.response_ids + draws.choices(range(5, 200), k=1 + shown * i % 20)
+            for i, r in enumerate(got)
+            if (i + number) % 5
+        ]
+    return counts[1:]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_conversation_is_continued_as_if_it_were_computed_anew(kind, temperature):
+    """Rows move while others end, the cache grows from round to round, and new tokens are
+    ragged."""
+    eos = range(100, 120)
+    fresh = functools.partial(engine, kind, eos=eos)
+    for steps in (1, 8):
+        e = fresh()
+        e.steps = steps
+        counts = play(e, fresh, 4, temperature=temperature)
+        assert all(held > 0 for _, held in counts)
+
+
+def test_only_new_tokens_of_a_conversation_are_computed():
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    a, b = e.generate(PROMPTS[:2], s)
+    prompts = [r.prompt_ids + r.response_ids + [30, 31, 32] for r in (a, b)]
+    again = e.generate([prompts[1], prompts[0]], s)  # in any order
+    # the newest sampled token was not stored: one and three of each are new
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (
+        2 * 4,
+        len(prompts[0]) + len(prompts[1]) - 2 * 4,
+    )
+    # an unlike prompt beside them is computed behind the same prefix; several samples are
+    # computed anew
+    more = [again[0].prompt_ids + again[0].response_ids + [40], [7, 8, 9, 60, 61]]
+    e.generate(more, s)
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (2 + 2, len(more[0]) - 2)
+    total = e.total.prompt_tokens
+    e.generate([more[0] + [50] * 9], Sampling(n=2, max_tokens=2))
+    assert (e.stats.prompt_tokens, e.stats.held_tokens) == (len(more[0]) + 9, 0)
+    assert e.total.prompt_tokens == total + len(more[0]) + 9 and e.total.held_tokens > 0
+    e.sync_weights(tiny_lm().named_parameters())
+    assert e.total == GenerateStats()
+
+
+def test_conversations_of_a_batch_that_is_full_are_continued_where_they_still_stand():
+    """More sequences than rows: later ones took the places of earlier ones."""
+    fresh = functools.partial(engine, max_batch=4)
+    counts = play(fresh(), fresh, 3, temperature=0)
+    assert all(held > 0 for _, held in counts)
+
+
+@pytest.mark.parametrize("change", ["sync", "sleep", "another call", "error"])
+def test_held_conversations_are_forgotten(change):
+    """By a sync (other weights), by a sleep (its memory is given back), by a call that continues
+    none."""
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    got = e.generate(PROMPTS, s)
+    prompts = [r.prompt_ids + r.response_ids + [30] for r in got]
+    trained = tiny_lm(seed=9 if change == "sync" else 0)
+    if change == "sync":
+        e.sync_weights(trained.named_parameters())
+    elif change == "sleep":
+        e.sleep()
+        e.wake()
+    elif change == "error":
+        with pytest.raises(ZeroDivisionError):
+            e.generate(prompts, s, lambda *a: 1 / 0)
+    else:
+        e.generate([[9, 10, 11]], s)
+    after = e.generate(prompts, s)
+    assert e.stats.held_tokens == 0
+    assert texts(after) == texts(TorchEngine(trained, [], 0).generate(prompts, s))
+
+
+def test_a_caller_that_changes_its_rollouts_changes_nothing_held():
+    e, s = engine(eos=()), Sampling(temperature=0, max_tokens=6)
+    (r,) = e.generate(PROMPTS[:1], s)
+    prompt = r.prompt_ids + r.response_ids + [30]
+    r.response_ids[:3] = [50, 51, 52]
+    changed = r.prompt_ids + r.response_ids + [30]
+    assert texts(e.generate([changed], s)) == texts(engine(eos=()).generate([changed], s))
+    assert e.stats.held_tokens == 0
+    e.generate([r.prompt_ids], s)
+    e.generate([prompt], s)
+    assert e.stats.held_tokens == len(prompt) - 2
+
+
+def test_a_conversation_beside_one_of_logits_that_are_no_numbers():
+    e, s = engine(tied=False, eos=(), max_batch=2), Sampling(temperature=0, max_tokens=8)
+    first = e.generate([[9, 10], [11, 12, 13]], s)
+    prompts = [r.prompt_ids + r.response_ids for r in first]
+    bad = next(i for i in range(200, 261) if all(i not in p for p in prompts))
+    e.model.get_input_embeddings().weight.data[bad] = math.inf
+    got = e.generate([prompts[0] + [30], prompts[1] + [bad]], s)
+    assert [r.end for r in got] == ["length", "engine_error"] and e.stats.held_tokens > 0
+    prompts = [got[0].prompt_ids + got[0].response_ids + [31], prompts[1] + [32]]
+    alone = engine(tied=False, eos=()).generate(prompts, s)
+    assert texts(e.generate(prompts, s)) == texts(alone)
+    assert e.stats.held_tokens == len(prompts[0]) - 2
+
+
+# ---- sampling
+
+
+def test_seeds_decide_the_draws_whatever_else_is_sampled():
     e, s = engine(max_batch=64), Sampling(n=4, temperature=1.0, max_tokens=12, seed=7)
     first = texts(e.generate([PROMPTS[0]], s))
     assert len({tuple(t) for t in first}) >= 2
     assert texts(e.generate([PROMPTS[0]], s)) == first
-    assert texts(e.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=12, seed=8))) != first
+    assert (
+        texts(e.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=12, seed=8)))
+        != first
+    )
     # company, batch size, order and a larger n change nothing
     e.max_batch = 3
-    assert texts(e.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=5, max_tokens=30, seed=1), s]))[5:] == first
-    assert texts(e.generate([PROMPTS[0]], Sampling(n=6, temperature=1.0, max_tokens=12, seed=7)))[:4] == first
+    assert (
+        texts(e.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=5, max_tokens=30, seed=1), s]))[5:]
+        == first
+    )
+    assert (
+        texts(e.generate([PROMPTS[0]], Sampling(n=6, temperature=1.0, max_tokens=12, seed=7)))[:4]
+        == first
+    )
     assert [t[:5] for t in first] == texts(
         e.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=5, seed=7))
     )
@@ -255,7 +389,10 @@ def test_frequencies_match_the_distribution():
     uniform = torch.rand(draws, dtype=torch.float64)
     for temperature, top_p in ((0.7, 1.0), (1.3, 1.0), (1.0, 0.6), (0.7, 0.01)):
         ids, logprobs = sample_tokens(
-            logits.expand(draws, -1), torch.full((draws,), temperature), torch.full((draws,), top_p), uniform
+            logits.expand(draws, -1),
+            torch.full((draws,), temperature),
+            torch.full((draws,), top_p),
+            uniform,
         )
         p = (logits.double() / temperature).softmax(-1)
         order = p.argsort(descending=True)
@@ -300,17 +437,22 @@ def test_sampling_does_not_change_the_logits():
     logits = torch.randn(3, 20)
     before = logits.clone()
     sample_tokens(
-        logits, torch.tensor([0.0, 1.0, 0.7]), torch.tensor([1.0, 1.0, 0.5]), torch.rand(3, dtype=torch.float64)
+        logits,
+        torch.tensor([0.0, 1.0, 0.7]),
+        torch.tensor([1.0, 1.0, 0.5]),
+        torch.rand(3, dtype=torch.float64),
     )
     assert torch.equal(logits, before)
 
 
-# ---------------------------------------------------------------------------------------------------------------- ends
+# ---- ends
 
 
-def test_inf_08_every_eos_id_ends():
+def test_every_eos_id_ends():
     e = engine(eos=())
-    first, other = (r.response_ids for r in e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=12)))
+    first, other = (
+        r.response_ids for r in e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=12))
+    )
     e.eos_ids = frozenset([first[4], other[2]])
     a, b = e.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=12))
     for r, full in ((a, first), (b, other)):
@@ -318,18 +460,23 @@ def test_inf_08_every_eos_id_ends():
         assert (r.response_ids, r.end) == (full[: stop + 1], "eos")
 
 
-def test_rol_10_eos_as_the_first_token():
+def test_eos_as_the_first_token():
     e = engine(eos=())
     token = e.generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=1))[0].response_ids[0]
     e = engine(eos=(token,), pad=token)
     r = e.generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=3))[0]
-    assert (r.response_ids, r.loss_mask, r.end) == ([token], [1], "eos") and math.isfinite(r.logprobs[0])
+    assert (r.response_ids, r.loss_mask, r.end) == ([token], [1], "eos") and math.isfinite(
+        r.logprobs[0]
+    )
 
 
 def test_eos_as_the_last_allowed_token_is_an_end():
     e = engine(eos=())
     token = e.generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=1))[0].response_ids[0]
-    assert engine(eos=(token,)).generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=1))[0].end == "eos"
+    assert (
+        engine(eos=(token,)).generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=1))[0].end
+        == "eos"
+    )
 
 
 def test_stop_strings_keep_the_sampled_tokens():
@@ -347,7 +494,9 @@ def test_stop_strings_keep_the_sampled_tokens():
         stops.append(next(p for p in pairs if "\ufffd" not in p and p))
     for r, stop in zip(free, stops):
         expected = next(i for i in range(1, 61) if stop in decode(r.response_ids[:i]))
-        got = e.generate([r.prompt_ids], Sampling(n=3, max_tokens=60, seed=2, stop=(stop, "never seen here")))
+        got = e.generate(
+            [r.prompt_ids], Sampling(n=3, max_tokens=60, seed=2, stop=(stop, "never seen here"))
+        )
         same = next(g for g in got if g.response_ids == r.response_ids[: len(g.response_ids)])
         assert (same.response_ids, same.end) == (r.response_ids[:expected], "stop")
         assert same.logprobs == pytest.approx(r.logprobs[:expected], abs=1e-4)
@@ -356,15 +505,21 @@ def test_stop_strings_keep_the_sampled_tokens():
 def test_engine_error_is_neither_an_exception_nor_token_zero():
     e = engine(eos=())
     with torch.no_grad():
-        e.model.get_input_embeddings().weight[77] = float("nan")  # tied: its logit is NaN everywhere
+        e.model.get_input_embeddings().weight[77] = float(
+            "nan"
+        )  # tied: its logit is NaN everywhere
     for r in e.generate([[9, 10], [9, 11]], Sampling(n=2, max_tokens=4)):
         assert (r.response_ids, r.logprobs, r.end) == ([], [], "engine_error")
     # untied: only what reads the token is lost, and what comes after it into the same slot is not
     e = engine(tied=False, eos=(), max_batch=2)
-    clean = texts(e.generate([[9, 10], [11, 12, 13], [14, 15]], Sampling(temperature=0, max_tokens=20)))
+    clean = texts(
+        e.generate([[9, 10], [11, 12, 13], [14, 15]], Sampling(temperature=0, max_tokens=20))
+    )
     e.model.get_input_embeddings().weight.data[77] = float("inf")
     assert all(77 not in t for t in clean)
-    got = e.generate([[9, 10], [11, 12, 13], [77] * 30, [14, 15]], Sampling(temperature=0, max_tokens=20))
+    got = e.generate(
+        [[9, 10], [11, 12, 13], [77] * 30, [14, 15]], Sampling(temperature=0, max_tokens=20)
+    )
     assert (got[2].end, got[2].response_ids) == ("engine_error", [])
     assert [texts(got)[i] for i in (0, 1, 3)] == clean
 
@@ -376,13 +531,15 @@ def test_engine_error_keeps_what_was_sampled():
     e.model.get_input_embeddings().weight.data[clean.response_ids[bad]] = float("nan")
     r = e.generate([[9, 10]], Sampling(temperature=0, max_tokens=8))[0]
     first = clean.response_ids.index(clean.response_ids[bad])
-    assert (r.response_ids, r.end) == (clean.response_ids[: first + 1], "engine_error") and len(r.logprobs) == first + 1
+    assert (r.response_ids, r.end) == (clean.response_ids[: first + 1], "engine_error") and len(
+        r.logprobs
+    ) == first + 1
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# ---- bad input
 
 
-def test_rol_18_over_long_prompt_is_refused_before_anything_runs():
+def test_an_over_long_prompt_is_refused_before_anything_runs():
     e = engine(max_position_embeddings=64)
     with pytest.raises(RolloutError, match=r"prompt 1 has 60 tokens.*64 positions") as error:
         e.generate([[7] * 10, [7] * 60], Sampling(n=2, max_tokens=5))
@@ -391,7 +548,7 @@ def test_rol_18_over_long_prompt_is_refused_before_anything_runs():
     assert [r.group_id for r in got] == [0, 0, 1, 1]
 
 
-def test_inf_04_pad_id_outside_the_vocabulary():
+def test_ids_outside_the_vocabulary_are_refused():
     model = tiny_lm()
     vocabulary = model.config.vocab_size
     with pytest.raises(RolloutError, match=rf"pad_id {vocabulary} is outside.*{vocabulary}"):
@@ -435,7 +592,14 @@ def test_bad_sampling(field):
 
 
 def test_public_names_and_positions():
-    assert [*inspect.signature(Sampling).parameters] == ["n", "temperature", "top_p", "max_tokens", "stop", "seed"]
+    assert [*inspect.signature(Sampling).parameters] == [
+        "n",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "stop",
+        "seed",
+    ]
     assert [*inspect.signature(Rollout).parameters] == [
         "prompt_ids",
         "response_ids",
@@ -446,12 +610,12 @@ def test_public_names_and_positions():
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- sync
+# ---- sync
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_rol_24_after_a_sync_the_engine_equals_a_fresh_one(kind, tied):
+def test_after_a_sync_the_engine_equals_a_fresh_one(kind, tied):
     e, trained = engine(kind, tied), tiny_lm(kind=kind, tied=tied, seed=9)
     s = Sampling(n=2, temperature=0.7, max_tokens=10, seed=4)
     old = texts(e.generate(PROMPTS, s))
@@ -462,7 +626,7 @@ def test_rol_24_after_a_sync_the_engine_equals_a_fresh_one(kind, tied):
     assert [r.logprobs for r in got] == [r.logprobs for r in expected]
 
 
-def test_syn_01_tied_head_follows_the_embedding():
+def test_a_tied_head_follows_the_embedding():
     for sent in ("model.embed_tokens.weight", "lm_head.weight"):
         e, trained = engine(), tiny_lm()
         with torch.no_grad():
@@ -470,8 +634,13 @@ def test_syn_01_tied_head_follows_the_embedding():
         weights = dict(trained.named_parameters())
         weights[sent] = weights.pop("model.embed_tokens.weight")
         e.sync_weights(weights.items())
-        head, embedding = e.model.get_output_embeddings().weight, e.model.get_input_embeddings().weight
-        assert head.data_ptr() == embedding.data_ptr() and torch.equal(head, trained.get_input_embeddings().weight)
+        head, embedding = (
+            e.model.get_output_embeddings().weight,
+            e.model.get_input_embeddings().weight,
+        )
+        assert head.data_ptr() == embedding.data_ptr() and torch.equal(
+            head, trained.get_input_embeddings().weight
+        )
 
 
 def test_tied_engine_refuses_an_untied_source():
@@ -480,22 +649,16 @@ def test_tied_engine_refuses_an_untied_source():
     engine(tied=True).sync_weights(tiny_lm(tied=True).state_dict().items())  # both names, one value
 
 
-def test_syn_07_names():
-    names = {
-        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "model.layers.0.self_attn.q_proj.weight",
-        "_orig_mod.model.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
-        "module._fsdp_wrapped_module.model.norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-    assert {n: hf_name(n) for n in names} == names
+def test_names_of_wrapped_models_are_understood():
     e, trained = engine(), tiny_lm(seed=3)
     e.sync_weights((f"_orig_mod.base_model.model.{n}", p) for n, p in trained.named_parameters())
     assert torch.equal(e.model.model.norm.weight, trained.model.norm.weight)
-    assert torch.equal(e.model.model.layers[1].mlp.up_proj.weight, trained.model.layers[1].mlp.up_proj.weight)
+    assert torch.equal(
+        e.model.model.layers[1].mlp.up_proj.weight, trained.model.layers[1].mlp.up_proj.weight
+    )
 
 
-def test_syn_15_weights_are_cast_and_the_source_is_not_touched():
+def test_weights_are_cast_and_the_source_is_not_touched():
     e, trained = TorchEngine(tiny_lm().to(torch.bfloat16), [2], 0), tiny_lm()
     with torch.no_grad():
         for p in trained.parameters():
@@ -538,18 +701,21 @@ def test_sleep_and_wake():
     assert texts(e.generate(PROMPTS, s)) == before
 
 
-# ------------------------------------------------------------------------------------------------------------- collate
+# ---- collate
 
 
 def test_collate_equals_a_slow_loop():
-    """Model and tool segments: only what the model wrote is trained (grp-33), whatever the ids are."""
+    """Model and tool segments: only what the model wrote is trained, whatever the ids are."""
     rollouts = [
         Rollout([5, 6, 7], [8, 9, 2], [-0.1, -0.2, -0.3], [1, 1, 1], 0, "eos"),
         Rollout([5], [8, 30, 31, 9, 2], [-0.5, 0.0, 0.0, -0.7, -0.9], [1, 0, 0, 1, 1], 1, "eos"),
         Rollout([5, 6], [], [], [], 1, "engine_error"),
     ]
     batch = collate_rollouts(rollouts, torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), 2)
-    assert batch.tokens.shape == batch.attention_mask.shape == (3, 6) and batch.tokens.dtype == torch.int64
+    assert (
+        batch.tokens.shape == batch.attention_mask.shape == (3, 6)
+        and batch.tokens.dtype == torch.int64
+    )
     assert batch.loss_mask.shape == batch.logprobs.shape == (3, 5)
     for i, r in enumerate(rollouts):
         ids = r.prompt_ids + r.response_ids
@@ -565,13 +731,19 @@ def test_collate_equals_a_slow_loop():
     assert len(batch) == 3 and batch.select(torch.tensor([2, 0])).advantages.tolist() == [0.0, 0.5]
 
 
-def test_rol_08_pad_equal_to_eos_keeps_the_end_token():
+def test_pad_equal_to_eos_keeps_the_end_token():
     rollouts = [
         Rollout([4], [5, 6, 2], [-1.0] * 3, [1] * 3, 0, "eos"),
         Rollout([4], [5, 6, 7, 8, 9], [-1.0] * 5, [1] * 5, 0, "length"),
     ]
     batch = collate_rollouts(rollouts, [1.0, -1.0], pad_id=2)
-    assert batch.tokens[0, 1:].tolist() == [5, 6, 2, 2, 2] and batch.loss_mask[0].tolist() == [1, 1, 1, 0, 0]
+    assert batch.tokens[0, 1:].tolist() == [5, 6, 2, 2, 2] and batch.loss_mask[0].tolist() == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -588,7 +760,7 @@ def test_collate_refuses_what_does_not_fit(rollouts, advantages):
         collate_rollouts(rollouts, advantages, 0)
 
 
-# ------------------------------------------------------------------------------------------- engines by configuration
+# ---- engines by configuration
 
 
 def test_open_engine_with_and_without_the_folders_weights(tmp_path):
@@ -596,9 +768,15 @@ def test_open_engine_with_and_without_the_folders_weights(tmp_path):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     arguments = (str(tmp_path), tiny_tokenizer(), [2], 0, torch.device("cpu"), 128)
-    full, bare = (R.open_engine(EngineConfig(batch=8), *arguments, weights=w) for w in (True, False))
-    assert torch.equal(before, torch.get_rng_state())  # a resumed run draws what it would have drawn
-    assert full.max_length == bare.max_length == 128 and full.max_batch == 8 and full.gap_limit == 0.02
+    full, bare = (
+        R.open_engine(EngineConfig(batch=8), *arguments, weights=w) for w in (True, False)
+    )
+    assert torch.equal(
+        before, torch.get_rng_state()
+    )  # a resumed run draws what it would have drawn
+    assert (
+        full.max_length == bare.max_length == 128 and full.max_batch == 8 and full.gap_limit == 0.02
+    )
     s = Sampling(temperature=0, max_tokens=8)
     assert texts(full.generate(PROMPTS, s)) != texts(bare.generate(PROMPTS, s))
     bare.sync_weights(model.named_parameters())
@@ -618,7 +796,7 @@ def test_open_engine_with_and_without_the_folders_weights(tmp_path):
 )
 def test_engine_settings_that_cannot_work(field, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(RolloutError, match=message) as error:
+    with pytest.raises((RolloutError, ConfigError), match=message) as error:
         check_engine(EngineConfig(**field))
     assert error.value.exit_status == 2
 
@@ -626,7 +804,9 @@ def test_engine_settings_that_cannot_work(field, message, monkeypatch):
 def test_a_gap_of_stale_weights_ends_the_run():
     R.check_engine_gap(0.05, 0.28, 0.3)
     for mean in (0.9, float("nan")):
-        with pytest.raises(R.EngineGap, match="limit is 0.3.*weight sync.*engine.gap_limit") as error:
+        with pytest.raises(
+            R.EngineGap, match="limit is 0.3.*weight sync.*engine.gap_limit"
+        ) as error:
             R.check_engine_gap(mean, 4.0, 0.3)
     assert error.value.exit_status == 3
     e, stale = engine(), tiny_lm(seed=8)
@@ -643,29 +823,98 @@ def test_a_gap_of_stale_weights_ends_the_run():
                 R.check_engine_gap(float(gap.mean()), float(gap.max()), e.gap_limit)
 
 
-# --------------------------------------------------------------- what a GPU adds: steps in blocks, the kernel, graphs
+# ---- what a GPU adds: steps in blocks, the kernel, graphs
 
 
 def ragged(count=23):
     torch.manual_seed(0)
-    prompts = [[5, 6, 7] + torch.randint(5, 200, (int(n),)).tolist() for n in torch.randint(1, 30, (count,))]
-    return prompts, [Sampling(temperature=0, max_tokens=int(n)) for n in torch.randint(1, 25, (count,))]
+    prompts = [
+        [5, 6, 7] + torch.randint(5, 200, (int(n),)).tolist()
+        for n in torch.randint(1, 30, (count,))
+    ]
+    return prompts, [
+        Sampling(temperature=0, max_tokens=int(n)) for n in torch.randint(1, 25, (count,))
+    ]
 
 
 def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
-    """Responses end in the middle of a block, by EOS, stop string and length; draws stay those of their position."""
+    """Responses end in the middle of a block, by EOS, stop string and length; draws stay those of
+    their position."""
     tokenizer = tiny_tokenizer()
     one, eight = (engine(eos=range(100, 120), max_batch=6, tokenizer=tokenizer) for _ in range(2))
     eight.steps = 8
     prompts, samplings = ragged()
-    sampled = [Sampling(n=2, temperature=0.9, max_tokens=s.max_tokens, seed=4, stop=("a", "Q", "z")) for s in samplings]
+    sampled = [
+        Sampling(n=2, temperature=0.9, max_tokens=s.max_tokens, seed=4, stop=("a", "Q", "z"))
+        for s in samplings
+    ]
     for s in (samplings, sampled):
         a, b = one.generate(prompts, s), eight.generate(prompts, s)
-        assert [(r.response_ids, r.end, r.loss_mask) for r in a] == [(r.response_ids, r.end, r.loss_mask) for r in b]
+        assert [(r.response_ids, r.end, r.loss_mask) for r in a] == [
+            (r.response_ids, r.end, r.loss_mask) for r in b
+        ]
         assert one.stats.sampled_tokens == eight.stats.sampled_tokens
         for r, other in zip(a, b):
             assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert {r.end for r in b} == {"eos", "stop", "length"}
+
+
+def plain_decode_attention(q, k, v, slots, prefix, at, runs, shared, scale):
+    """decode_attention as loops over rows, for a machine without Triton."""
+    out = torch.empty_like(q)
+    for r in range(len(q)):
+        n, p = (int(x) * int(runs[r]) for x in (at[r], shared))
+        for slot, x in zip(slots, (k, v)):
+            slot[r, :, at[r]] = x[r, :, 0]
+        keys, values = (
+            torch.cat([own[:, :p], slot[r, :, :n], x[r]], 1)[None]
+            for own, slot, x in zip(prefix, slots, (k, v))
+        )
+        out[r : r + 1] = torch.nn.functional.scaled_dot_product_attention(
+            q[r : r + 1], keys, values, scale=scale, enable_gqa=True
+        )
+    return out
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Engines that work as with CUDA graphs, on a CPU: row counts of 8, 16, …, one cache that
+    grows, steps of eight, the kernel's reading and writing. Only capture and replay are left
+    out."""
+    module = types.ModuleType("engines.decode_attention")
+    module.decode_attention = plain_decode_attention
+    monkeypatch.setitem(sys.modules, "engines.decode_attention", module)
+    monkeypatch.setattr(TorchEngine, "_replay", lambda self, cache, rows, compute: compute())
+
+    def make(kind="qwen2", tied=True, eos=(2,), max_batch=64, **options):
+        model = tiny_lm(kind=kind, tied=tied)
+        return TorchEngine(model, eos, 0, tiny_tokenizer(), max_batch, graphs=True, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("max_batch", [64, 16, 5])
+def test_padded_row_counts_and_a_lasting_cache_change_nothing(as_on_gpu, max_batch):
+    prompts, samplings = ragged()
+    e = as_on_gpu(eos=range(100, 120), max_batch=max_batch)
+    plain = engine(eos=range(100, 120), max_batch=max_batch, tokenizer=tiny_tokenizer())
+    sampled = Sampling(n=2, temperature=0.7, max_tokens=17, seed=3, stop=("a", "Q"))
+    for request in (samplings, sampled, Sampling(temperature=0, max_tokens=9)):
+        a, b = e.generate(prompts, request), plain.generate(prompts, request)
+        assert [(r.response_ids, r.end) for r in a] == [(r.response_ids, r.end) for r in b]
+        for r, other in zip(a, b):
+            assert r.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        prompts = prompts[::-1][:15]
+        samplings = samplings[:15]
+
+
+@pytest.mark.parametrize("max_batch, n", [(64, 1), (64, 3), (4, 3)])
+def test_rows_that_have_ended_keep_what_they_hold(as_on_gpu, max_batch, n):
+    """While others go on in the same graph, and in the unused rows of the next one."""
+    fresh = functools.partial(engine, eos=range(100, 120), max_batch=max_batch)
+    e = as_on_gpu(eos=range(100, 120), max_batch=max_batch)
+    counts = play(e, fresh, 4, temperature=0.7, n=n)
+    assert all(held > 0 for _, held in counts)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -681,49 +930,92 @@ def test_fused_norms_change_nothing(kind):
 def test_decode_kernel_equals_softmax_in_tritons_interpreter():
     """In a process of its own: the interpreter has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    code = (f"import sys; sys.path[:0] = {sys.path[:2]!r}; import test_rollout as t; "
-            "t.check_decode_kernel('cpu', [t.torch.float32])")
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
-                          text=True, timeout=300)
+    code = (
+        f"import sys; sys.path[:0] = {sys.path[:2]!r}; import test_rollout as t; "
+        "t.check_decode_kernel('cpu', [t.torch.float32])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if "only 0-dimensional arrays" in done.stderr:
         pytest.skip("this Triton's interpreter does not work with this NumPy")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def check_decode_kernel(device, dtypes):
-    """decode_attention against softmax in float32; what lies beyond a row's length is NaN and must not matter."""
+    """decode_attention against softmax in float32; what lies beyond a row's length is NaN and
+    must not matter."""
     from engines.decode_attention import decode_attention
 
     torch.manual_seed(0)
     for dtype in dtypes:
-        for rows, heads, n_kv, d, size, shared in ((5, 4, 2, 8, 200, 70), (3, 9, 3, 64, 150, 0), (4, 14, 2, 64, 90, 1),
-                                                   (2, 16, 2, 128, 300, 130), (3, 4, 4, 48, 10, 5)):
+        for rows, heads, n_kv, d, size, shared in (
+            (5, 4, 2, 8, 200, 70),
+            (3, 9, 3, 64, 150, 0),
+            (4, 14, 2, 64, 90, 1),
+            (2, 16, 2, 128, 300, 130),
+            (3, 4, 4, 48, 10, 5),
+        ):
+
             def random(*shape):
                 return torch.randn(*shape, device=device, dtype=dtype)
 
             q, k, v = (random(rows, 1, n, d).transpose(1, 2) for n in (heads, n_kv, n_kv))
-            slots = [torch.full((rows + 2, n_kv, size, d), math.nan, device=device, dtype=dtype) for _ in range(2)]
-            prefix = [torch.full((n_kv, shared + 3, d), math.nan, device=device, dtype=dtype) for _ in range(2)]
+            slots = [
+                torch.full((rows + 2, n_kv, size, d), math.nan, device=device, dtype=dtype)
+                for _ in range(2)
+            ]
+            prefix = [
+                torch.full((n_kv, shared + 3, d), math.nan, device=device, dtype=dtype)
+                for _ in range(2)
+            ]
             at = torch.randint(0, size - 1, (rows,))
             at[0] = 0
             for p, slot in zip(prefix, slots):
                 p[:, :shared] = random(n_kv, shared, d)
                 for r, n in enumerate(at.tolist()):
                     slot[r, :, :n] = random(n_kv, n, d)
-            out = decode_attention(q, k, v, slots, prefix, at.to(device), torch.tensor(shared, device=device), d**-0.5)
-            for r, n in enumerate(at.tolist()):
-                keys, values = (torch.cat([p[:, :shared], s[r, :, :n], new[r]], 1).float()
-                                .repeat_interleave(heads // n_kv, 0) for p, s, new in zip(prefix, slots, (k, v)))
+            runs = torch.ones(rows, dtype=torch.int64, device=device)
+            runs[-1] = 0  # it stores its key and value, and reads nothing
+            out = decode_attention(
+                q,
+                k,
+                v,
+                slots,
+                prefix,
+                at.to(device),
+                runs,
+                torch.tensor(shared, device=device),
+                d**-0.5,
+            )
+            assert torch.equal(slots[0][rows - 1, :, at[-1]], k[-1, :, 0])
+            assert (out[-1] - v[-1].repeat_interleave(heads // n_kv, 0)).abs().max() < 1e-5
+            for r, n in enumerate(at.tolist()[:-1]):
+                keys, values = (
+                    torch.cat([p[:, :shared], s[r, :, :n], new[r]], 1)
+                    .float()
+                    .repeat_interleave(heads // n_kv, 0)
+                    for p, s, new in zip(prefix, slots, (k, v))
+                )
                 expected = (q[r].float() @ keys.transpose(1, 2) * d**-0.5).softmax(-1) @ values
-                assert (out[r].float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
-                assert torch.equal(slots[0][r, :, n], k[r, :, 0]) and torch.equal(slots[1][r, :, n], v[r, :, 0])
+                assert (out[r].float() - expected).abs().max() < (
+                    1e-5 if dtype == torch.float32 else 3e-2
+                )
+                assert torch.equal(slots[0][r, :, n], k[r, :, 0]) and torch.equal(
+                    slots[1][r, :, n], v[r, :, 0]
+                )
 
 
 def test_a_cache_that_is_let_go_is_freed_at_once():
-    """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of another one."""
-    cache = _KVCache(2, 8, 8, torch.device("cpu"), fused=False)
-    cache.begin_prompts([0], [3], 4)
-    cache.begin_steps([1], [True], 2)
+    """Its CUDA graphs too: left to the garbage collector, they were freed inside the capture of
+    another one."""
+    cache = KVCache(2, 8, 8, torch.device("cpu"), fused=False)
+    cache.begin_prompts([0], [0], [0], 4)
+    cache.begin_steps([1], [3], [True])
     gone = weakref.ref(cache)
     gc.disable()
     try:
@@ -739,23 +1031,35 @@ def test_decode_kernel_equals_softmax_on_a_gpu():
 
 
 def on_gpu(kind="qwen2", eos=(2,), max_batch=64, dtype=torch.float32, tied=True, **options):
-    return TorchEngine(tiny_lm(kind=kind, tied=tied).to("cuda", dtype), eos, 0, tiny_tokenizer(), max_batch, **options)
+    return TorchEngine(
+        tiny_lm(kind=kind, tied=tied).to("cuda", dtype),
+        eos,
+        0,
+        tiny_tokenizer(),
+        max_batch,
+        **options,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_graphs_equal_eager_and_transformers(kind):
-    """float32: tokens are the same with CUDA graphs, without, and on a CPU, whatever leaves and joins; log-probabilities
-    are the trainer's."""
+    """float32: tokens are the same with CUDA graphs, without, and on a CPU, whatever leaves and
+    joins; log-probabilities are the trainer's."""
     prompts, samplings = ragged()
     graphs, eager = (on_gpu(kind, range(100, 120), graphs=g) for g in (True, False))
     for max_batch in (64, 16, 5):
         graphs.max_batch = eager.max_batch = max_batch
-        for s in (samplings, Sampling(n=2, temperature=0.7, max_tokens=17, seed=3),
-                  Sampling(n=2, temperature=0.7, top_p=0.8, max_tokens=11, seed=3)):
+        for s in (
+            samplings,
+            Sampling(n=2, temperature=0.7, max_tokens=17, seed=3),
+            Sampling(n=2, temperature=0.7, top_p=0.8, max_tokens=11, seed=3),
+        ):
             a, b = graphs.generate(prompts, s), eager.generate(prompts, s)
             assert [(r.response_ids, r.end) for r in a] == [(r.response_ids, r.end) for r in b]
-            assert max(abs(x - y) for r, t in zip(a, b) for x, y in zip(r.logprobs, t.logprobs)) < 1e-4
+            assert (
+                max(abs(x - y) for r, t in zip(a, b) for x, y in zip(r.logprobs, t.logprobs)) < 1e-4
+            )
     cpu = engine(kind, eos=range(100, 120))
     assert texts(graphs.generate(prompts, samplings)) == texts(cpu.generate(prompts, samplings))
     rollouts = graphs.generate(PROMPTS, Sampling(n=3, temperature=0.7, max_tokens=20, seed=1))
@@ -773,11 +1077,27 @@ def test_graphs_see_synced_weights_and_survive_sleep():
     e.sleep()
     e.sync_weights(other.named_parameters())
     e.wake()
-    assert texts(e.generate(PROMPTS, s)) == texts(TorchEngine(other, [2], 0, graphs=False).generate(PROMPTS, s)) != old
+    assert (
+        texts(e.generate(PROMPTS, s))
+        == texts(TorchEngine(other, [2], 0, graphs=False).generate(PROMPTS, s))
+        != old
+    )
     assert e._cache is cache  # small: it stays, and its graphs with it
-    long = e.generate([[7] * 300, [8] * 200], Sampling(n=40, temperature=0, max_tokens=9))  # a larger cache, new graphs
-    alone = TorchEngine(other, [2], 0, graphs=False).generate([[7] * 300], Sampling(temperature=0, max_tokens=9))
+    long = e.generate(
+        [[7] * 300, [8] * 200], Sampling(n=40, temperature=0, max_tokens=9)
+    )  # a larger cache, new graphs
+    alone = TorchEngine(other, [2], 0, graphs=False).generate(
+        [[7] * 300], Sampling(temperature=0, max_tokens=9)
+    )
     assert texts(long)[0] == texts(alone)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_batch", [64, 4])
+def test_graphs_continue_conversations_like_an_engine_that_computes_all_anew(max_batch):
+    fresh = functools.partial(on_gpu, eos=range(100, 120), max_batch=max_batch)
+    counts = play(fresh(), functools.partial(fresh, graphs=False), 4, temperature=0.7)
+    assert all(held > 0 for _, held in counts)
 
 
 @pytest.mark.gpu
@@ -791,14 +1111,17 @@ def test_graphs_end_responses_like_eager():
     with torch.no_grad():
         for x in (e, plain):
             x.model.get_input_embeddings().weight[clean[0].response_ids[5]] = math.nan
-    got, expected = (x.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=20)) for x in (e, plain))
+    got, expected = (
+        x.generate(PROMPTS[:2], Sampling(temperature=0, max_tokens=20)) for x in (e, plain)
+    )
     assert [(r.response_ids, r.end) for r in got] == [(r.response_ids, r.end) for r in expected]
     assert got[0].end == "engine_error"
 
 
 @pytest.mark.gpu
 def test_graphs_of_compiled_layers():
-    """bfloat16 and compiled, for several row counts: the trainer's log-probabilities up to rounding."""
+    """bfloat16 and compiled, for several row counts: the trainer's log-probabilities up to
+    rounding."""
     e = on_gpu(dtype=torch.bfloat16, compiled=True)
     for n in (1, 3, 12):
         rollouts = e.generate(PROMPTS, Sampling(n=n, temperature=0.7, max_tokens=20, seed=1))

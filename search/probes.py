@@ -1,0 +1,85 @@
+"""Does an encoder rank? Questions, the passages that answer them, and the ranks of these.
+
+Shapes: n questions.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+PROBES = (  # a question, the passage that answers it, and one that shares its words and doesn't
+    (
+        "how do I fix a flat bicycle tire",
+        "Remove the wheel, pull out the inner tube, find the puncture and glue a patch over it.",
+        "How do I fix the price of a flat in a city where rents rise every year?",
+    ),
+    (
+        "what is the capital of France",
+        "Paris, on the Seine, has been the seat of the country's government for centuries.",
+        "What is working capital? It is what a company in France owns less what it owes.",
+    ),
+    (
+        "why do cats purr",
+        "Felines make the low, vibrating sound when content, and also to calm themselves "
+        "when hurt.",
+        "Why do people keep cats in films about witches? They look mysterious.",
+    ),
+    (
+        "how long does it take to boil an egg",
+        "Leave it in simmering water for six minutes if the yolk should stay soft, ten if hard.",
+        "How long does it take an egg of the sea turtle to hatch? About two months on the beach.",
+    ),
+    (
+        "symptoms of the flu",
+        "Fever, chills, aching muscles, cough and tiredness begin suddenly after "
+        "infection with influenza.",
+        "Symptoms of a failing battery: the engine turns slowly and the lights are dim.",
+    ),
+    (
+        "who wrote romeo and juliet",
+        "Shakespeare finished the tragedy about two young lovers in Verona around 1595.",
+        "Romeo and Juliet are the names of two moons in a novel, and nobody knows who wrote it.",
+    ),
+    (
+        "when was the first moon landing",
+        "Armstrong and Aldrin stepped onto the lunar surface from Apollo 11 in July 1969.",
+        "The first landing of the stairs was painted when the moon was full.",
+    ),
+    (
+        "how to save money on electricity bills",
+        "Switch off unused appliances, insulate the house and replace bulbs with LEDs.",
+        "How to pay bills for a wedding with money that guests leave in a box.",
+    ),
+)
+
+
+def rank_probes(queries: Tensor, passages: Tensor) -> dict:
+    """Print the rank of every question's answer among 2 n passages, and return the figures.
+
+    queries: (n, D) vectors of the questions; passages: (2 n, D) of the answers, then of the others
+
+    A trained encoder puts nearly every answer above the passages of all other questions; random
+    weights, a wrong pooling or a wrong model put about one in fifteen there. High scores mean
+    nothing by themselves: two unrelated vectors of ANCE have a cosine above 0.95.
+    """
+    scores, n = queries @ passages.T, len(queries)  # (n, 2 n)
+    print(
+        "\n| question | rank of its answer | score | best of other questions |\n|---|---|---|---|"
+    )
+    ranks, first = [], 0
+    for i, (question, *_) in enumerate(PROBES):
+        own, strangers = scores[i, i], max(scores[i, j] for j in range(2 * n) if j % n != i)
+        ranks.append(int((scores[i] >= own).sum()))
+        first += bool(own > strangers)
+        print(f"| {question} | {ranks[-1]} of {2 * n} | {own:.4f} | {strangers:.4f} |")
+    print(f"\n{first} of {n} answers stand above all passages of other questions")
+    if first < 5:
+        print(
+            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder "
+            "has trained weights of a retriever, and pooling, prefixes and tokenizer of its own.",
+            file=sys.stderr,
+        )
+    mrr = round(sum(1 / rank for rank in ranks) / n, 4)
+    return {"above_strangers": first, "questions": n, "mrr": mrr, "random_looking": first < 5}

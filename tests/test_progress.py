@@ -1,0 +1,46 @@
+"""Progress lines of a log: never a rate or a remaining time that nothing supports."""
+
+from __future__ import annotations
+
+import pytest
+import runs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_nothing_done_has_no_rate(clock, capsys):
+    progress = runs.Progress(100, "sampling", "responses")
+    clock[0] = 20
+    progress.update(0)
+    assert capsys.readouterr().err == ""  # nothing for short work
+    clock[0] = 31
+    progress.update(0)
+    assert capsys.readouterr().err == "sampling:   0% 0/100 [00:31<?, ? responses/s]\n"
+    clock[0] = 60
+    progress.update(50)
+    progress.update(1)  # at most a line every half minute
+    assert capsys.readouterr().err == ""
+    clock[0] = 102
+    progress.update(0)
+    assert capsys.readouterr().err == "sampling:  51% 51/100 [01:42<01:38,  2.00s/ responses]\n"
+    progress.close()
+
+
+def test_an_unknown_total_has_no_share_and_no_remaining_time(clock, capsys):
+    progress = runs.Progress(0, "download corpus", "bytes")
+    clock[0] = 40
+    progress.update(1000)
+    assert capsys.readouterr().err == "download corpus: 1000 bytes [00:40, 25.00 bytes/s]\n"
+
+
+def test_a_terminal_has_a_bar(clock, capsys, monkeypatch):
+    monkeypatch.setattr(runs.sys.stderr, "isatty", lambda: True)
+    progress = runs.Progress(4, "encode", "texts")
+    progress.update(3)
+    assert progress.bar.n == progress.done == 3
+    progress.close()
