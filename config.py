@@ -133,7 +133,7 @@ for _tag in ("str", "int", "float", "bool", "null", "timestamp"):
 
 
 def resolve(text: str) -> Any:
-    """What YAML takes a plain scalar for: bool, null, int, float (`1e-5` too), or the text itself."""
+    """What YAML takes a plain scalar for: bool, null, int, float (`1e-5` too), or the text."""
     loader, text = yaml.SafeLoader(""), str(text)
     try:
         return (
@@ -268,8 +268,7 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
     if missing:
         raise ConfigError(
             f"{prefix}{missing[0]} is required: give {prefix}{missing[0]}=… or set it in the "
-            "--config "
-            "file"
+            "--config file"
         )
     return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
 
@@ -287,7 +286,7 @@ def merge(base: dict, update: dict) -> dict:
 
 
 def read_yaml(path: str) -> dict:
-    """The mapping in a YAML file; a missing file, bad YAML or another top level raises ConfigError."""
+    """The mapping in a YAML file; ConfigError: a missing file, bad YAML, another top level."""
     try:
         with open(path, encoding="utf-8-sig") as f:
             value = yaml.load(f, _Loader)
@@ -436,9 +435,10 @@ def run(
     a stated status.
 
     0 success; 2 bad input (an exception whose class carries `exit_status = 2`); 1 a full disk or
-    unreadable file; 130 after Ctrl-C, 143 after SIGTERM, 141 (quietly) when the reader of its output
-    is gone; anything else is a bug and shows its traceback (1). `status_file`: a file of this name in the folder `out` tells status and reason of
-    a run that did not end well: torchrun's own status is 1 whatever happened.
+    unreadable file; 130 after Ctrl-C, 143 after SIGTERM, 141 (quietly) when the reader of its
+    output is gone; anything else is a bug and shows its traceback (1). `status_file`: a file of
+    this name in the folder `out` tells status and reason of a run that did not end well: torchrun's
+    own status is 1 whatever happened.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):

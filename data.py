@@ -136,8 +136,8 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
                 byte += len(raw)
         except UnicodeDecodeError as e:
             raise DataError(
-                f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); "
-                "convert the file to UTF-8 (iconv)"
+                f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); convert "
+                "the file to UTF-8 (iconv)"
             ) from e
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
             raise DataError(
@@ -267,8 +267,7 @@ def _id(value: str, key: str, where: str) -> str:
     if value.split() != [value] or "\0" in value:
         raise DataError(
             f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a "
-            "column of "
-            "TREC files"
+            "column of TREC files"
         )
     return value
 
@@ -352,8 +351,7 @@ def located_passages(
             if len(columns) != 3:
                 raise DataError(
                     f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, "
-                    "text, "
-                    "title; replace tabs inside a field, or use JSONL"
+                    "text, title; replace tabs inside a field, or use JSONL"
                 )
             passage = Passage(columns[0], columns[2].strip(), columns[1])
         elif line.strip():
@@ -440,8 +438,8 @@ def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], in
         for g in t.gold_ids:
             if g not in known:
                 raise DataError(
-                    f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; "
-                    "use the corpus these turns were made from"
+                    f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; use the "
+                    "corpus these turns were made from"
                 )
     if not kept:
         raise DataError(

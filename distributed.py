@@ -489,8 +489,8 @@ def check_free_space(folder: str, needed: int) -> None:
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
     if needed - held > free:
         raise CheckpointError(
-            f"{folder} needs up to {needed / 1e9:,.1f} GB, holds {held / 1e9:,.1f}, and its "
-            f"disk has {free / 1e9:,.1f} free; free some space, or lower keep_checkpoints"
+            f"{folder} needs up to {needed / 1e9:,.1f} GB, holds {held / 1e9:,.1f}, and its disk "
+            f"has {free / 1e9:,.1f} free; free some space, or lower keep_checkpoints"
         )
 
 

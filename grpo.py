@@ -6,7 +6,7 @@ Re-implements the reinforcement stage of ConvSearch-R1 (arXiv 2505.15776 §3.4; 
 behaviour back, is listed in the README.
 
     python grpo.py --config configs/demo-grpo.yaml
-    torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml …      # same batch, same loss
+    torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml    # same batch, same loss
 
 The file reads from top to bottom: configuration, mathematics, one step, the loop. What the loop
 stands on (loading, resuming, exports, the log) is in training.py.
@@ -361,7 +361,7 @@ def sample(run: Run, prompt_ids: list[list[int]], samplings: list[Sampling]) -> 
 
 
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
-    """The rewards of rollouts of turns or of questions; items[i] belongs to rollouts of group_id i."""
+    """The rewards of rollouts; items[i] (turn or question) belongs to those of group_id i."""
     if run.task is None:
         return score_rewrites(rollouts, items, run.retriever, run.tokenizer, run.cfg)
     scores = []
@@ -411,10 +411,8 @@ def rollout_advantages(
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
             f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights that "
-            "are not finite), "
-            f"{len(scores) - engine} in the retriever; mend that, then start again: the run "
-            "resumes from its newest "
-            "checkpoint"
+            f"are not finite), {len(scores) - engine} in the retriever; mend that, then start "
+            "again: the run resumes from its newest checkpoint"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     groups = torch.tensor([rollouts[i].group_id for i in kept])
@@ -585,7 +583,7 @@ def due(run: Run, row: dict, every: int) -> bool:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of greedy responses to the dev items, on all ranks; best/ holds the best policy yet."""
+    """Figures of greedy responses to the dev items, on all ranks; keeps the best policy."""
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)

@@ -137,8 +137,7 @@ def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
     except (OSError, ValueError) as e:
         raise ModelError(
             f"no model at {model!r}: {str(e).strip().splitlines()[0]}; give a Hugging Face folder "
-            "or a "
-            "reachable hub name"
+            "or a reachable hub name"
         ) from e
     try:
         generation = GenerationConfig.from_pretrained(model)
@@ -164,8 +163,7 @@ def open_engine(cfg: InferConfig, tokenizer, dist: Dist):
     if engine.max_length <= cfg.max_response_tokens:
         raise ConfigError(
             f"max_response_tokens={cfg.max_response_tokens} leaves no room for a prompt in "
-            f"{cfg.model}'s "
-            f"{engine.max_length} positions; lower max_response_tokens"
+            f"{cfg.model}'s {engine.max_length} positions; lower max_response_tokens"
         )
     return engine
 
@@ -229,8 +227,7 @@ def sample_items(
         if done and all(e.end == "tool_error" for e in done):
             raise ToolsAway(
                 f"all {len(done)} episodes of this chunk failed in their tools "
-                f"({done[0].failure}); mend "
-                "that and run again: what was written before is kept"
+                f"({done[0].failure}); mend that and run again: what was written before is kept"
             )
     results = iter(done)
     rows = []
@@ -311,8 +308,7 @@ def collect(
             if query_id not in prompts or digest != prompt_digest(prompts[query_id]):
                 raise DataError(
                     f"{path}:{number}: turn {query_id} is not among these turns, or had another "
-                    "prompt; "
-                    "choose another output, or overwrite=true to begin anew"
+                    "prompt; choose another output, or overwrite=true to begin anew"
                 )
             if failed or row.get("status") not in FAILED:
                 rows[query_id, sample] = row
@@ -367,8 +363,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     if len(rows) < len(prompts) * cfg.samples:
         raise DataError(
             f"{cfg.out}: {len(rows)} of {len(prompts) * cfg.samples} lines are there; all "
-            "processes must "
-            "see the same folder: run again, what is there is kept"
+            "processes must see the same folder: run again, what is there is kept"
         )
     broadcast_object(None)  # every rank has read the parts
     if dist.rank == 0:
@@ -413,8 +408,7 @@ def _respond(
     print0(
         f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
         f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {dist.world} "
-        "processes, "
-        f"temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
+        f"processes, temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
         f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average"
     )
     mine, tokens, started = left[dist.rank :: dist.world], 0, time.monotonic()
@@ -460,7 +454,7 @@ def _respond(
 
 
 def count_rows(rows: list[dict], task: str) -> dict[str, float]:
-    """Lines of each status; for questions the means of the answers' scores over all lines as well."""
+    """Lines of each status; for questions the means of the answers' scores as well."""
     count = Counter(row["status"] for row in rows)
     if task == "rewrite":
         return {status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")}

@@ -372,8 +372,8 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
     if not ids:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would "
-            "never end: set eos_token"
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never "
+            "end: set eos_token"
         )
     return list(dict.fromkeys(ids))
 

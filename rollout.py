@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config import check_ranges
 from engines.base import EngineConfig, Rollout, RolloutError, Sampling  # noqa: F401
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import check_vllm, VLLMEngine
+from engines.vllm_engine import VLLMEngine, check_vllm
 from lora import adapter_base
 from model import load_causal_lm, prepare_causal_lm
 from packing import one_thread

@@ -93,8 +93,7 @@ def only_writer(folder: str, name: str = ""):
         except BlockingIOError as e:
             raise DataError(
                 f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for "
-                "it, or "
-                "choose another name"
+                "it, or choose another name"
             ) from e
         for left in os.listdir(folder):
             if re.fullmatch(
@@ -146,8 +145,8 @@ def claim_folder(out: str, tool: str) -> None:
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
         raise ConfigError(
-            f"out={out} was made by {owner}, and a folder belongs to the tool that made it; "
-            f"give {tool} another one"
+            f"out={out} was made by {owner}, and a folder belongs to the tool that made it; give "
+            f"{tool} another one"
         )
 
 
@@ -272,8 +271,7 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
     if not os.path.exists(path):
         raise DataError(
             f"there is output, but no {path}, which infer.py writes first: it is another tool's, "
-            "or "
-            "incomplete; choose another output"
+            "or incomplete; choose another output"
         )
     try:
         before = json.loads("\n".join(line for _, line in data.read_lines(path)))
@@ -282,8 +280,7 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
     if change := changed_setting(before, settings):
         raise DataError(
             f"{path}: this output was begun with other settings: {change}; choose another output, "
-            "or "
-            "overwrite=true to begin anew"
+            "or overwrite=true to begin anew"
         )
 
 

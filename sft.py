@@ -326,9 +326,7 @@ def train_on(
         cfg.seed + dist.rank
     )  # dropout's draws; a checkpoint brings the state that it was saved in
     distributed.on_rank_0(distributed.clear_temporaries, cfg.out)
-    needed = distributed.run_bytes(
-        model, cfg.keep_checkpoints, 1, getattr(torch, cfg.export_dtype)
-    )
+    needed = distributed.run_bytes(model, cfg.keep_checkpoints, 1, getattr(torch, cfg.export_dtype))
     distributed.on_rank_0(distributed.check_free_space, cfg.out, needed)
     if found := distributed.latest_checkpoint(cfg.out):
         distributed.load_checkpoint(found[0], model, optimizer)
@@ -388,8 +386,7 @@ def train_on(
             if bad >= cfg.max_bad_steps:
                 raise Diverged(
                     f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr "
-                    "(now "
-                    f"{cfg.lr:g}) and begin anew with overwrite=true"
+                    f"(now {cfg.lr:g}) and begin anew with overwrite=true"
                 )
             stop = distributed.signal_of_any(noted)
             if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
@@ -449,12 +446,10 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         f"train: {len(records)} records"
         + "".join(f" - {count} {reason}" for reason, count in dropped.items())
         + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) "
-        f"= {len(rows)}; "
-        f"{cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
-        f"{min(cfg.sequences_per_step, len(rows))} sequences / {dist.world} processes, "
-        f"packed to {cfg.micro_batch_tokens} tokens; "
-        f"{sum(sum(e.loss_mask) for e in rows)} of {sum(len(e.tokens) for e in rows)} tokens are "
-        "trained"
+        f"= {len(rows)}; {cfg.epochs} epochs × {steps} steps = {cfg.epochs * steps} steps of "
+        f"{min(cfg.sequences_per_step, len(rows))} sequences / {dist.world} processes, packed to "
+        f"{cfg.micro_batch_tokens} tokens; {sum(sum(e.loss_mask) for e in rows)} of "
+        f"{sum(len(e.tokens) for e in rows)} tokens are trained"
     )
     cuda = dist.device.type == "cuda"
     if adapter_base(cfg.model) and not cfg.lora.r:
@@ -489,10 +484,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
         raise DataError(
             f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside "
-            "the "
-            f"vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the tokenizer "
-            "that "
-            "belongs to the model"
+            f"the vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the "
+            "tokenizer that belongs to the model"
         )
     limits = [
         getattr(model.config.get_text_config(), k, None)
@@ -501,8 +494,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     if longest > (positions := min([limit for limit in limits if limit], default=longest)):
         raise ConfigError(
             f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions (or "
-            "as wide "
-            "a sliding window, which packed attention has not); set "
+            "as wide a sliding window, which packed attention has not); set "
             f"max_length={positions} or less: longer rows are then dropped and counted"
         )
     pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
@@ -570,8 +562,7 @@ def merge(cfg: SFTConfig, dist: Dist) -> dict:
     if not gap <= MERGE_LIMIT[cfg.export_dtype]:
         raise ModelError(
             f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in "
-            "float32, "
-            "or mend base_model_name_or_path in the adapter_config.json"
+            "float32, or mend base_model_name_or_path in the adapter_config.json"
         )
     return {
         "model": cfg.out,

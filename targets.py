@@ -223,8 +223,8 @@ def sample_records(cfg, dist: Dist) -> dict:
     if not stats["kept"]:
         raise DataError(
             f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
-            "are well "
-            "formed; raise samples_per_turn or max_rank, or give examples that this model follows"
+            "are well formed; raise samples_per_turn or max_rank, or give examples that this "
+            "model follows"
         )
     return stats
 

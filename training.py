@@ -74,7 +74,7 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
 
 
 def prompt_tokens(before, after) -> dict[str, int]:
-    """Prompt tokens that the engines of all ranks computed, and that they held, between two totals."""
+    """Prompt tokens that all ranks' engines computed, and that they held, between two totals."""
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(after, name) - getattr(before, name) for name in names]
     return dict(zip(names, map(int, distributed.all_reduce_sum(own))))
@@ -137,8 +137,7 @@ def load(cfg, dist: distributed.Dist) -> dict:
         f"process{'es' * (dist.world > 1)} = {sequences} sequences per process in micro-batches of "
         f"{cfg.micro_batch_tokens} tokens; {len(items)} {kind} = "
         f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {steps} steps, lr {cfg.lr:g} "
-        "after "
-        f"{cfg.warmup_steps} warm-up steps; {len(dev)} validation {kind} every "
+        f"after {cfg.warmup_steps} warm-up steps; {len(dev)} validation {kind} every "
         f"{cfg.validate_every} steps"
     )
     return {
@@ -202,13 +201,12 @@ def warn_of_overlap(train: list, dev: list) -> None:
     if both := keys[0] & keys[1]:
         distributed.print0(
             f"warning: {len(both)} conversations or questions are in both train and dev "
-            f"({min(both)!r}, …): validation "
-            "does not show generalisation"
+            f"({min(both)!r}, …): validation does not show generalisation"
         )
 
 
 def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
-    """Question id → its gold passages, of qrels files; DataError for one that is not in the index."""
+    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
     golds: dict[str, list[str]] = {}
     for path in paths:
         for query, judged in read_qrels(path).items():
@@ -248,8 +246,7 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
     if longest > engine.max_length:
         raise config.ConfigError(
             f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
-            f"{engine.max_length} positions; "
-            "lower max_response_tokens or max_prompt_tokens"
+            f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens"
         )
     with distributed.in_turn():
         policy = load_causal_lm(
@@ -340,8 +337,7 @@ def resume(run) -> dict:
         if os.path.isdir(os.path.join(cfg.out, "final")):
             raise config.ConfigError(
                 f"{cfg.out} holds a finished run without a checkpoint to go on from; use another "
-                "out folder, or move it "
-                "away to start anew"
+                "out folder, or move it away to start anew"
             )
         distributed.print0(f"{cfg.out} holds no checkpoint: the run begins at step 0")
         if run.dist.rank == 0:  # an earlier run's best would pass for this one's
@@ -359,8 +355,7 @@ def resume(run) -> dict:
     if len(run.history) < row["step"]:
         distributed.print0(
             f"warning: {metrics} lacks {row['step'] - len(run.history)} of {row['step']} steps: "
-            "the "
-            "summary and the guard against collapse know only what is there"
+            "the summary and the guard against collapse know only what is there"
         )
     start = next((r for r in history if r["step"] == 0 and BEST[cfg.task] in r), None)
     run.best = best or (start and {"value": start[BEST[cfg.task]], "step": 0}) or run.best
@@ -372,8 +367,7 @@ def load_state(run, folder: str, state: dict) -> dict:
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
             f"{folder} is no checkpoint of this version of grpo.py; use another out folder, or "
-            "finish the "
-            "run with the version that began it"
+            "finish the run with the version that began it"
         )
     if change := runs.changed_setting(state["settings"], run.settings):
         raise config.ConfigError(
@@ -383,8 +377,7 @@ def load_state(run, folder: str, state: dict) -> dict:
     if state["step"] > run.steps:
         raise config.ConfigError(
             f"steps={run.steps}, but {folder} has {state['step']} steps done; set steps to that "
-            "number or more, or use "
-            "another out folder"
+            "number or more, or use another out folder"
         )
     distributed.load_checkpoint(folder, run.policy, run.optimizer)
     distributed.print0(f"resumed from {folder}: {state['step']} steps done")
@@ -483,17 +476,14 @@ def guard(run) -> None:
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
             "the gradient was not finite in three steps in a row; start anew in another out "
-            "folder, with a lower lr or "
-            "a higher kl_coef"
+            "folder, with a lower lr or a higher kl_coef"
         )
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         distributed.print0(
             "warning: in the first three steps every group was flat (format rate "
             f"{recent[-1]['format_rate']:.2f}): nothing is learned from rewards that are all "
-            "equal, and validation of "
-            "malformed responses searches the raw questions; warm the policy up first, or raise "
-            "group_size or "
-            "temperature"
+            "equal, and validation of malformed responses searches the raw questions; warm the "
+            "policy up first, or raise group_size or temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
@@ -502,8 +492,7 @@ def guard(run) -> None:
         )
         raise Stopped(
             f"the policy has collapsed: {reason}{best}; try a higher kl_coef or a lower lr in "
-            "another out folder, or "
-            "stop_on_collapse=false to go on in this one"
+            "another out folder, or stop_on_collapse=false to go on in this one"
         )
 
 
@@ -518,7 +507,6 @@ def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> N
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
             f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's "
-            f"and {start_gap:.4g} "
-            "from the starting policy's: the weights that are sent do not reach it; mend the "
-            "weight sync"
+            f"and {start_gap:.4g} from the starting policy's: the weights that are sent do not "
+            "reach it; mend the weight sync"
         )

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Annotated, Literal
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor, nn
 
 from config import above, at_least
 from distributed import clean_name

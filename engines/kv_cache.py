@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engines.base import RolloutError
-
 
 causal_attention = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 

@@ -21,11 +21,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor, nn
 
 from distributed import decoder_layers
-from engines.base import checked_weights, Engine, GenerateStats, Rollout, RolloutError
-from engines.base import Sampling, weight_names
+from engines.base import (
+    Engine,
+    GenerateStats,
+    Rollout,
+    RolloutError,
+    Sampling,
+    checked_weights,
+    weight_names,
+)
 from engines.kv_cache import KVCache
 
 PREFILL_TOKENS = 8192  # prompt tokens (padding included) of one forward pass: bounds its memory,

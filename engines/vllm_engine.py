@@ -13,11 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.base import checked_weights, Engine, GenerateStats, Rollout, RolloutError
-from engines.base import Sampling, weight_names
+from engines.base import (
+    Engine,
+    GenerateStats,
+    Rollout,
+    RolloutError,
+    Sampling,
+    checked_weights,
+    weight_names,
+)
 
 VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
 VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
@@ -182,8 +189,8 @@ class VLLMEngine(Engine):
             if idle > allowed:
                 engine.abort_request(list(waiting))
                 raise RolloutError(
-                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its "
-                    "memory may hold too few keys and values; raise engine.gpu_memory or lower "
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory "
+                    "may hold too few keys and values; raise engine.gpu_memory or lower "
                     "engine.batch"
                 )
         return results

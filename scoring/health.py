@@ -109,10 +109,10 @@ def step_line(row: dict, steps: int, seconds: float) -> str:
     }
     took = "".join(f"{name} {row[f'seconds_{phase}']:.1f}s | " for name, phase in phases.items())
     return (
-        f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | {shown}"
-        f"format {row['format_rate']:.3f} | kl {row['kl']:.4f} | entropy {row['entropy']:.3f} | "
-        f"flat {row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | "
-        f"len {row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
+        f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | {shown}format "
+        f"{row['format_rate']:.3f} | kl {row['kl']:.4f} | entropy {row['entropy']:.3f} | flat "
+        f"{row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | len "
+        f"{row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
         f"{took}left {seconds * (steps - row['step']) / 60:.0f}m"
     )
 

@@ -22,8 +22,8 @@ PROBES = (  # a question, the passage that answers it, and one that shares its w
     ),
     (
         "why do cats purr",
-        "Felines make the low, vibrating sound when content, and also to calm themselves "
-        "when hurt.",
+        "Felines make the low, vibrating sound when content, and also to calm themselves when "
+        "hurt.",
         "Why do people keep cats in films about witches? They look mysterious.",
     ),
     (
@@ -33,8 +33,8 @@ PROBES = (  # a question, the passage that answers it, and one that shares its w
     ),
     (
         "symptoms of the flu",
-        "Fever, chills, aching muscles, cough and tiredness begin suddenly after "
-        "infection with influenza.",
+        "Fever, chills, aching muscles, cough and tiredness begin suddenly after infection with "
+        "influenza.",
         "Symptoms of a failing battery: the engine turns slowly and the lights are dim.",
     ),
     (
@@ -77,8 +77,8 @@ def rank_probes(queries: Tensor, passages: Tensor) -> dict:
     print(f"\n{first} of {n} answers stand above all passages of other questions")
     if first < 5:
         print(
-            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder "
-            "has trained weights of a retriever, and pooling, prefixes and tokenizer of its own.",
+            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder has "
+            "trained weights of a retriever, and pooling, prefixes and tokenizer of its own.",
             file=sys.stderr,
         )
     mrr = round(sum(1 / rank for rank in ranks) / n, 4)

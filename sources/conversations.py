@@ -165,8 +165,8 @@ def qrecc_members(names: list[str]) -> list[str]:
     commoncrawl = [name for name in files if "commoncrawl" in name and "wayback" not in name]
     if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(files):
         raise DataError(
-            f"passages.zip: {len(files)} JSONL members, {len(commoncrawl)} under commoncrawl "
-            f"and {len(wayback)} under wayback; both are expected and nothing else: fetch it again"
+            f"passages.zip: {len(files)} JSONL members, {len(commoncrawl)} under commoncrawl and "
+            f"{len(wayback)} under wayback; both are expected and nothing else: fetch it again"
         )
     return commoncrawl + wayback
 
@@ -453,8 +453,8 @@ def car_passages(build: Build) -> Iterator[tuple[str, str]]:
         from trec_car.read_data import iter_paragraphs
     except ImportError as e:
         raise DataError(
-            f"{build.paths['car']}: TREC CAR's format is read by its authors' package; "
-            "pip install trec-car-tools"
+            f"{build.paths['car']}: TREC CAR's format is read by its authors' package; pip install "
+            "trec-car-tools"
         ) from e
     with open(build.paths["car"], "rb") as f:
         for paragraph in iter_paragraphs(f):

@@ -316,8 +316,8 @@ def fetch(url: str, path: str) -> None:
         ) from e
     if left and done != total:
         raise DataError(
-            f"download of {url} broke off at {done:,} of {total:,} bytes; "
-            "run the same command again to continue"
+            f"download of {url} broke off at {done:,} of {total:,} bytes; run the same command "
+            "again to continue"
         )
     os.replace(part, path)
 
