@@ -4,10 +4,10 @@
 `task: rewrite`: a line holds query_id, sample, status, rewrite, think, response, tokens, end and a
 digest of the prompt. `status`:
 
-    ok            the response parses; `rewrite` is its rewrite, white space collapsed to single
-    blanks malformed     it does not parse engine_error  the engine could not sample it (logits that
-    are no numbers) too_long      the prompt exceeds `max_prompt_tokens` or the model's window;
-    nothing was sampled
+    ok            the response parses; `rewrite` is its rewrite, on one line
+    malformed     it does not parse
+    engine_error  the engine could not sample it (logits that are no numbers)
+    too_long      the prompt exceeds `max_prompt_tokens` or the model's window: not sampled
 
 For all but `ok` the rewrite is the raw question, so that every turn can be searched and is counted.
 
@@ -229,25 +229,21 @@ def sample_items(
                 f"all {len(done)} episodes of this chunk failed in their tools "
                 f"({done[0].failure}); mend that and run again: what was written before is kept"
             )
-    results = iter(done)
-    rows = []
+    results, rows = iter(done), []
     for item in items:
         ids = prompt_ids[item_id(item)]
         for i in range(cfg.samples):
-            if len(ids) <= limit:
-                result = next(results)
+            if task is None:
+                result = next(results) if len(ids) <= limit else _too_long(Rollout, ids)
+                rows.append(output_row(item, i, result, tokenizer, cfg.parser))
             else:
-                result = (
-                    Rollout(ids, [], [], [], 0, "too_long")
-                    if task is None
-                    else Episode(ids, [], [], [], 0, "too_long", i)
-                )
-            rows.append(
-                output_row(item, i, result, tokenizer, cfg.parser)
-                if task is None
-                else episode_row(item, i, result, task, cfg)
-            )
+                result = next(results) if len(ids) <= limit else _too_long(Episode, ids, i)
+                rows.append(episode_row(item, i, result, task, cfg))
     return rows
+
+
+def _too_long(kind: type, ids: list[int], *sample: int):
+    return kind(ids, [], [], [], 0, "too_long", *sample)
 
 
 def episode_row(question: Question, sample: int, episode: Episode, task, cfg: InferConfig) -> dict:
@@ -324,20 +320,15 @@ def begin(cfg: InferConfig, prompts: dict[str, list[int]]) -> set[str]:
         for path in part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out):
             os.remove(path)
     keys = (
-        "prompt",
-        "samples",
-        "temperature",
-        "top_p",
-        "max_response_tokens",
-        "max_prompt_tokens",
-        "seed",
-        "parser",
-        "dtype",
+        "prompt samples temperature top_p max_response_tokens max_prompt_tokens seed parser dtype"
     )
     begun = any(
         os.path.getsize(path) for path in [cfg.out, *part_files(cfg.out)] if os.path.exists(path)
     )
-    settings = {"model": path_with_digest(cfg.model), **{key: getattr(cfg, key) for key in keys}}
+    settings = {
+        "model": path_with_digest(cfg.model),
+        **{key: getattr(cfg, key) for key in keys.split()},
+    }
     if cfg.task != "rewrite":
         settings |= {"task": cfg.task} | retriever_settings(cfg.retriever)
         settings |= {
@@ -380,68 +371,23 @@ def respond(
     rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
     with only_writer(folder, name) if dist.rank == 0 else contextlib.nullcontext():
-        return _respond(cfg, items, dist)
-
-
-def _respond(
-    cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
-) -> tuple[list[dict], dict]:
-    tokenizer, task = load_tokenizer(cfg.model), None
-    if cfg.task == "rewrite":
-        prompts = encode_prompts(cfg, items, tokenizer)
-    else:
-        task = open_task(
-            cfg.task,
-            cfg.episode,
-            tokenizer,
-            cfg.retriever,
-            cfg.examples * (cfg.prompt == "few-shot"),
-        )
-        prompts = {q.id: task.prompt(q.question) for q in items}
-    if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
+        tokenizer = load_tokenizer(cfg.model)
+        task, prompts = open_prompts(cfg, items, tokenizer)
+        done = broadcast_object(begin(cfg, prompts) if dist.rank == 0 else None)
+        left = [item for item in items if item_id(item) not in done]
         print0(
-            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one "
-            "say little"
+            f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
+            f"{len(items) * cfg.samples} responses, {len(done)} of them already done, "
+            f"{dist.world} processes, temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
+            f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average"
         )
-    done = broadcast_object(begin(cfg, prompts) if dist.rank == 0 else None)
-    left = [item for item in items if item_id(item) not in done]
-    print0(
-        f"infer: {len(items)} {'questions' if task else 'turns'} × {cfg.samples} samples = "
-        f"{len(items) * cfg.samples} responses, {len(done)} of them already done, {dist.world} "
-        f"processes, temperature {cfg.temperature:g}, {cfg.prompt} prompts of "
-        f"{sum(map(len, prompts.values())) / len(prompts):.0f} tokens on average"
-    )
-    mine, tokens, started = left[dist.rank :: dist.world], 0, time.monotonic()
-    if left:  # every process makes as many calls: an engine over several of them needs that
-        engine = open_engine(cfg, tokenizer, dist)
-        bar = Progress(len(left) * cfg.samples, "sampling", "responses") if dist.rank == 0 else None
-
-        def show(finished: int) -> None:
-            if bar:  # the other processes are about as far
-                bar.update(min(finished * dist.world, bar.total) - bar.done)
-
-        path = f"{cfg.out}.rank{dist.rank:03d}"
-        with naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
-            for at in range(0, -(-len(left) // dist.world), cfg.chunk):
-
-                def further(finished: int, *_, before: int = at * cfg.samples) -> None:
-                    show(before + finished)
-
-                chunk = mine[at : at + cfg.chunk]
-                rows = sample_items(engine, task, tokenizer, chunk, prompts, cfg, further)
-                tokens += sum(row["tokens"] for row in rows)
-                part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-                part.flush()
-                os.fsync(part.fileno())
-                show(at * cfg.samples + len(rows))
-        if bar:
-            bar.close()
-        engine.sleep()  # its memory is free for what comes next in this process
-    tokens = int(all_reduce_sum([tokens])[0])  # and every rank has written its part
-    seconds = time.monotonic() - started
-    rows = finish(cfg, prompts, dist)
-    if task:
-        task.tools.close()
+        started = time.monotonic()
+        own = sample_left(cfg, left, task, tokenizer, prompts, dist) if left else 0
+        tokens = int(all_reduce_sum([own])[0])  # and every rank has written its part
+        seconds = time.monotonic() - started
+        rows = finish(cfg, prompts, dist)
+        if task:
+            task.tools.close()
     return rows, {
         "out": cfg.out,
         "lines": len(rows),
@@ -453,20 +399,61 @@ def _respond(
     }
 
 
+def open_prompts(cfg: InferConfig, items: list, tokenizer) -> tuple:
+    """(task of the episodes, None for rewrites; id → token ids of its prompt)."""
+    if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
+        print0(
+            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this one "
+            "say little"
+        )
+    if cfg.task == "rewrite":
+        return None, encode_prompts(cfg, items, tokenizer)
+    examples = cfg.examples if cfg.prompt == "few-shot" else ""
+    task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, examples)
+    return task, {q.id: task.prompt(q.question) for q in items}
+
+
+def sample_left(cfg: InferConfig, left: list, task, tokenizer, prompts: dict, dist: Dist) -> int:
+    """Append this process's share of `left` to its file, a chunk at a time; returns its tokens.
+
+    Every process makes as many calls: an engine over several of them needs that.
+    """
+    engine = open_engine(cfg, tokenizer, dist)
+    bar = Progress(len(left) * cfg.samples, "sampling", "responses") if dist.rank == 0 else None
+    mine, tokens, finished = left[dist.rank :: dist.world], 0, 0
+
+    def show(further: int, *_) -> None:
+        if bar:  # the other processes are about as far
+            bar.update(min((finished + further) * dist.world, bar.total) - bar.done)
+
+    path = f"{cfg.out}.rank{dist.rank:03d}"
+    with naming(path), open(path, "w", encoding="utf-8", newline="\n") as part:
+        for at in range(0, -(-len(left) // dist.world), cfg.chunk):
+            chunk = mine[at : at + cfg.chunk]
+            rows = sample_items(engine, task, tokenizer, chunk, prompts, cfg, show)
+            tokens += sum(row["tokens"] for row in rows)
+            part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            part.flush()
+            os.fsync(part.fileno())
+            show(len(rows))
+            finished += len(rows)
+    if bar:
+        bar.close()
+    engine.sleep()  # its memory is free for what comes next in this process
+    return tokens
+
+
 def count_rows(rows: list[dict], task: str) -> dict[str, float]:
     """Lines of each status; for questions the means of the answers' scores as well."""
     count = Counter(row["status"] for row in rows)
     if task == "rewrite":
         return {status: count[status] for status in ("ok", "malformed", "engine_error", "too_long")}
+    scores = [row | row["metric_score"] for row in rows]
     means = {
-        name: sum(row["metric_score"][name] for row in rows) / len(rows) for name in ANSWER_METRICS
+        name: round(sum(score[name] for score in scores) / len(rows), 4)
+        for name in (*ANSWER_METRICS, "well_formed", "searches")
     }
-    means |= {
-        name: sum(row[name] for row in rows) / len(rows) for name in ("well_formed", "searches")
-    }
-    return {status: count[status] for status in (*END_STATES, "too_long")} | {
-        k: round(v, 4) for k, v in means.items()
-    }
+    return {status: count[status] for status in (*END_STATES, "too_long")} | means
 
 
 def check(cfg: InferConfig) -> None:

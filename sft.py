@@ -161,21 +161,10 @@ class SFTConfig:
     """train, merge: dtype of the weights that are written (an adapter's own are float32 always)"""
 
 
-TRAIN_KEYS = (
-    "seed",
-    "target",
-    "max_length",
-    "heldout_fraction",
-    "epochs",
-    "sequences_per_step",
-    "lr",
-    "schedule",
-    "warmup_fraction",
-    "betas",
-    "weight_decay",
-    "max_grad_norm",
-    "lora",
-)  # what changes the result
+TRAIN_KEYS = (  # what changes the result
+    "seed target max_length heldout_fraction epochs sequences_per_step lr schedule "
+    "warmup_fraction betas weight_decay max_grad_norm lora"
+).split()
 
 
 class Diverged(RuntimeError):
@@ -283,17 +272,9 @@ def log_step(path: str, row: dict, total: int, rest: str, dist: Dist) -> None:
     """A line of metrics.jsonl and one of the terminal."""
     if dist.rank == 0:
         append_metrics(path, row)
-    forms = {
-        "epoch": "d",
-        "loss": ".4f",
-        "grad_norm": ".3f",
-        "lr": ".2e",
-        "tokens": "d",
-        "skipped": "d",
-        "seconds": ".1f",
-        "heldout_loss": ".4f",
-        "heldout_accuracy": ".3f",
-    }
+    forms = dict.fromkeys(("epoch", "tokens", "skipped"), "d")
+    forms |= {"loss": ".4f", "heldout_loss": ".4f", "heldout_accuracy": ".3f"}
+    forms |= {"grad_norm": ".3f", "lr": ".2e", "seconds": ".1f"}
     shown = (f"{k} {row[k]:{form}}" for k, form in forms.items() if k in row)
     print0(" | ".join([f"step {row['step']:05d}/{total:05d}", *shown, rest]))
 
@@ -317,72 +298,28 @@ def train_on(
     per_epoch = steps_per_epoch(len(rows), cfg)
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
-    held_batches = (
-        step_batches(model, heldout, cfg.micro_batch_tokens, pad_id, dist) if heldout else []
-    )
-    best: dict = {}
-    start, bad, skipped = 0, 0, 0
-    torch.manual_seed(
-        cfg.seed + dist.rank
-    )  # dropout's draws; a checkpoint brings the state that it was saved in
-    distributed.on_rank_0(distributed.clear_temporaries, cfg.out)
-    needed = distributed.run_bytes(model, cfg.keep_checkpoints, 1, getattr(torch, cfg.export_dtype))
-    distributed.on_rank_0(distributed.check_free_space, cfg.out, needed)
-    if found := distributed.latest_checkpoint(cfg.out):
-        distributed.load_checkpoint(found[0], model, optimizer)
-        start, bad, skipped = (found[1][k] for k in ("step", "bad", "skipped"))
-        best = read_json(os.path.join(cfg.out, "final", "best.json")) or {}
-        print0(f"train: resumed from {found[0]}, step {start} of {total}")
-    if dist.rank == 0:
-        begin_metrics(metrics, start if found else None)
+    held_batches = step_batches(model, heldout, cfg.micro_batch_tokens, pad_id, dist)
+    start, bad, skipped, best = resume(model, optimizer, cfg, dist)
     if start == 0 and heldout:
-        log_step(
-            metrics, {"step": 0} | heldout_loss(model, held_batches), total, "before training", dist
-        )
+        row = {"step": 0} | heldout_loss(model, held_batches)
+        log_step(metrics, row, total, "before training", dist)
     began = time.monotonic()
     with distributed.noted_signals() as noted:
         for step in range(start, total):
             clock = time.monotonic()
-            batch = step_examples(rows, step, cfg)
-            tokens = sum(sum(r.loss_mask) for r in batch)
-            lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
-            adapter_dropout(model, True)
-            parts = step_batches(model, batch, cfg.micro_batch_tokens, pad_id, dist)
-            loss, norm = train_step(
-                model, optimizer, parts, tokens, lr, cfg.max_grad_norm, dist.world
-            )
-            adapter_dropout(model, False)
-            loss = sum(distributed.gather_objects(loss))
-            finite, epoch, epoch_ends = (
-                math.isfinite(norm),
-                step // per_epoch + 1,
-                (step + 1) % per_epoch == 0,
-            )
+            row = fit(model, optimizer, rows, step, cfg, dist, pad_id)
+            finite, epoch_ends = math.isfinite(row["grad_norm"]), (step + 1) % per_epoch == 0
             bad, skipped = 0 if finite else bad + 1, skipped + (not finite)
-            row = {
-                "step": step + 1,
-                "epoch": epoch,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": norm,
-                "tokens": tokens,
-                "sequences": len(batch),
-                "skipped": skipped,
-            }
+            row["skipped"] = skipped
             if epoch_ends:
                 held = heldout_loss(model, held_batches) if heldout else {}
                 row |= held
                 if not best or not held or held["heldout_loss"] < best["heldout_loss"]:
-                    best = {"best_epoch": epoch, **held}
+                    best = {"best_epoch": row["epoch"], **held}
                     export(model, tokenizer, cfg, "final", {"best.json": best})
             left = (time.monotonic() - began) / (step + 1 - start) * (total - step - 1)
-            log_step(
-                metrics,
-                row | {"seconds": round(time.monotonic() - clock, 3)},
-                total,
-                f"{left:.0f} s left",
-                dist,
-            )
+            row["seconds"] = round(time.monotonic() - clock, 3)
+            log_step(metrics, row, total, f"{left:.0f} s left", dist)
             if bad >= cfg.max_bad_steps:
                 raise Diverged(
                     f"step {step + 1}: the gradient was not finite {bad} times in a row; lower lr "
@@ -390,14 +327,8 @@ def train_on(
                 )
             stop = distributed.signal_of_any(noted)
             if epoch_ends or stop or (step + 1) % cfg.save_every == 0:
-                distributed.save_checkpoint(
-                    cfg.out,
-                    step + 1,
-                    model,
-                    optimizer,
-                    {"bad": bad, "skipped": skipped},
-                    cfg.keep_checkpoints,
-                )
+                counts, keep = {"bad": bad, "skipped": skipped}, cfg.keep_checkpoints
+                distributed.save_checkpoint(cfg.out, step + 1, model, optimizer, counts, keep)
             if stop and step + 1 < total:
                 print0(
                     f"stopped by signal {stop} after step {step + 1} of {total}; the same command "
@@ -405,6 +336,50 @@ def train_on(
                 )
                 raise SystemExit(128 + stop)
     return {"steps": total, "skipped": skipped, **best}
+
+
+def resume(model: nn.Module, optimizer, cfg: SFTConfig, dist: Dist) -> tuple[int, int, int, dict]:
+    """(steps done, bad steps in a row, skipped steps, figures of the exported epoch) of the newest
+    checkpoint, which fills model and optimizer; of a new run zeros and {}."""
+    start, bad, skipped, best = 0, 0, 0, {}
+    # dropout's draws; a checkpoint brings the state that it was saved in
+    torch.manual_seed(cfg.seed + dist.rank)
+    if found := distributed.latest_checkpoint(cfg.out):
+        distributed.load_checkpoint(found[0], model, optimizer)
+        start, bad, skipped = (found[1][k] for k in ("step", "bad", "skipped"))
+        best = read_json(os.path.join(cfg.out, "final", "best.json")) or {}
+        print0(f"train: resumed from {found[0]}, {start} steps done")
+    if dist.rank == 0:
+        begin_metrics(os.path.join(cfg.out, "metrics.jsonl"), start if found else None)
+    return start, bad, skipped, best
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: list[Example],
+    step: int,
+    cfg: SFTConfig,
+    dist: Dist,
+    pad_id: int,
+) -> dict:
+    """Take optimizer step `step` (from 0) on its rows, over all processes; returns its log row."""
+    per_epoch, batch = steps_per_epoch(len(rows), cfg), step_examples(rows, step, cfg)
+    total, tokens = per_epoch * cfg.epochs, sum(sum(r.loss_mask) for r in batch)
+    lr = lr_at(step, cfg.lr, math.ceil(total * cfg.warmup_fraction), total, cfg.schedule)
+    adapter_dropout(model, True)
+    parts = step_batches(model, batch, cfg.micro_batch_tokens, pad_id, dist)
+    loss, norm = train_step(model, optimizer, parts, tokens, lr, cfg.max_grad_norm, dist.world)
+    adapter_dropout(model, False)
+    return {
+        "step": step + 1,
+        "epoch": step // per_epoch + 1,
+        "loss": sum(distributed.gather_objects(loss)),
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": tokens,
+        "sequences": len(batch),
+    }
 
 
 def train(cfg: SFTConfig, dist: Dist) -> dict:
@@ -451,6 +426,24 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         f"{cfg.micro_batch_tokens} tokens; {sum(sum(e.loss_mask) for e in rows)} of "
         f"{sum(len(e.tokens) for e in rows)} tokens are trained"
     )
+    model = load_model(cfg, dist)
+    vocabulary = check_fit(model, tokenizer, examples, path, cfg)
+    pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
+    result = {
+        "model": final,
+        "records": len(rows),
+        "heldout": len(heldout),
+        "dropped": sum(dropped.values()),
+        **train_on(model, tokenizer, rows, heldout, cfg, dist, pad_id),
+    }
+    if dist.rank == 0:
+        targets.write_result(result_path, result)
+        report.run_page(cfg.out)
+    return result
+
+
+def load_model(cfg: SFTConfig, dist: Dist) -> nn.Module:
+    """The model to train, whole, with the adapter that `lora` asks for."""
     cuda = dist.device.type == "cuda"
     if adapter_base(cfg.model) and not cfg.lora.r:
         print0(
@@ -477,10 +470,16 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = "
             f"{100 * trained / whole:.2f} %"
         )
-    vocabulary, longest = (
-        model.get_input_embeddings().num_embeddings,
-        max(len(e.tokens) for e in examples),
-    )
+    return model
+
+
+def check_fit(
+    model: nn.Module, tokenizer, examples: list[Example], path: str, cfg: SFTConfig
+) -> int:
+    """The size of the model's vocabulary; DataError for a token outside it, ConfigError for a row
+    longer than the model's window."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    longest = max(len(e.tokens) for e in examples)
     if (largest := max(max(e.tokens) for e in examples)) >= vocabulary:
         raise DataError(
             f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside "
@@ -497,24 +496,11 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             "as wide a sliding window, which packed attention has not); set "
             f"max_length={positions} or less: longer rows are then dropped and counted"
         )
-    pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
-    result = {
-        "model": final,
-        "records": len(rows),
-        "heldout": len(heldout),
-        "dropped": sum(dropped.values()),
-        **train_on(model, tokenizer, rows, heldout, cfg, dist, pad_id),
-    }
-    if dist.rank == 0:
-        targets.write_result(result_path, result)
-        report.run_page(cfg.out)
-    return result
+    return vocabulary
 
 
-MERGE_LIMIT = {
-    "float32": 0.02,
-    "bfloat16": 0.3,
-}  # mean |difference| in nats a token that rounding explains, and more
+# mean |difference| in nats a token that rounding explains, and more
+MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}
 
 
 @torch.no_grad()
