@@ -24,9 +24,8 @@ class MicroBatch:
     part: RolloutBatch  # (b, …)
     packed: Packed  # the same tokens, laid out for the model
     ref_logprobs: Tensor | None = None  # (b, T) of the reference
-    old_logprobs: Tensor | None = (
-        None  # (b, T) of the policy that sampled; None: the policy as it stands
-    )
+    # (b, T) of the policy that sampled; None: the policy as it stands
+    old_logprobs: Tensor | None = None
 
 
 @dataclass

@@ -1,12 +1,8 @@
-"""Records on disk, prompts, chat encoding and loss masks.
+"""Records on disk: corpora, turns and questions.
 
 Files are UTF-8 with LF; readers also take a BOM and CRLF. Only LF ends a line: U+2028, U+0085 and
 their like may stand inside a JSON string. A bad line is a DataError that names file, line and
 reason; nothing is dropped in silence.
-
-Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
-so that an engine computes it once for all prompts; the history is numbered question/answer pairs,
-oldest first, answers included.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import re
 import string
 import unicodedata
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO, Iterator
 
 
@@ -160,16 +156,16 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def parse_object(line: str, where: str) -> dict:
+def parse_object(line: str, location: str) -> dict:
     """The JSON object of a line; DataError names what is none."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise DataError(
-            f"{where}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object"
+            f"{location}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object"
         ) from e
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a line must be one JSON object, not {line[:40]!r}")
+        raise DataError(f"{location}: a line must be one JSON object, not {line[:40]!r}")
     return _scrub(row) if "\\ud" in line.lower() else row
 
 
@@ -250,7 +246,7 @@ def as_texts(value: Any) -> list[str] | None:
     return None if None in texts else texts
 
 
-def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
+def _text(row: dict, key: str, location: str, required: bool = True) -> str | None:
     """`row[key]` as a string; a number becomes its text."""
     value = row.get(key)
     if value is None and not required:
@@ -258,39 +254,39 @@ def _text(row: dict, key: str, where: str, required: bool = True) -> str | None:
     text = as_text(value)
     if text is None:
         raise DataError(
-            f"{where}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})"
+            f"{location}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})"
         )
     return text
 
 
-def _id(value: str, key: str, where: str) -> str:
+def _id(value: str, key: str, location: str) -> str:
     if value.split() != [value] or "\0" in value:
         raise DataError(
-            f"{where}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a "
+            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a "
             "column of TREC files"
         )
     return value
 
 
-def _new_id(row: dict, key: str, where: str, seen: set[str]) -> str:
+def _new_id(row: dict, key: str, location: str, seen: set[str]) -> str:
     """`row[key]`, which no earlier record has; goes to `seen`."""
-    value = _id(_text(row, key, where), key, where)
+    value = _id(_text(row, key, location), key, location)
     if value in seen:
         raise DataError(
-            f"{where}: {key} {value!r} occurs a second time; every record needs its own"
+            f"{location}: {key} {value!r} occurs a second time; every record needs its own"
         )
     seen.add(value)
     return value
 
 
-def _question(row: dict, where: str) -> str:
-    question = _text(row, "question", where).strip()
+def _question(row: dict, location: str) -> str:
+    question = _text(row, "question", location).strip()
     if not question:
-        raise DataError(f"{where}: the question is empty; a record needs one")
+        raise DataError(f"{location}: the question is empty; a record needs one")
     return question
 
 
-def _context(row: dict, where: str) -> list[tuple[str, str]]:
+def _context(row: dict, location: str) -> list[tuple[str, str]]:
     """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an
     empty text."""
     context = [] if row.get("context") is None else row["context"]
@@ -302,7 +298,7 @@ def _context(row: dict, where: str) -> list[tuple[str, str]]:
     ]
     if None in pairs:
         raise DataError(
-            f"{where}: context must be a list of [question, answer] pairs, oldest first, not "
+            f"{location}: context must be a list of [question, answer] pairs, oldest first, not "
             f"{str(context)[:80]!r}"
         )
     return [(question, answer) for question, answer in pairs]
@@ -339,7 +335,7 @@ def located_passages(
     unique ids sorts them.
     """
     for number, byte, line in located_lines(path, start):
-        where = f"{path}:{number}"
+        location = f"{path}:{number}"
         if path.removesuffix(".gz").endswith(".tsv"):
             columns = line.split("\t")
             if (
@@ -350,34 +346,26 @@ def located_passages(
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{where}: {len(columns)} tab-separated columns; a corpus TSV has three: id, "
+                    f"{location}: {len(columns)} tab-separated columns; a corpus TSV has three: id, "
                     "text, title; replace tabs inside a field, or use JSONL"
                 )
             passage = Passage(columns[0], columns[2].strip(), columns[1])
         elif line.strip():
-            row = parse_object(line, where)
+            row = parse_object(line, location)
             if "contents" in row and "text" not in row:
-                passage = Passage(_text(row, "id", where), "", _text(row, "contents", where))
+                passage = Passage(_text(row, "id", location), "", _text(row, "contents", location))
             else:
-                title = _text(row, "title", where, required=False) or ""
-                passage = Passage(_text(row, "id", where), title.strip(), _text(row, "text", where))
+                title = _text(row, "title", location, required=False) or ""
+                passage = Passage(
+                    _text(row, "id", location), title.strip(), _text(row, "text", location)
+                )
         else:
             continue
-        _id(passage.id, "id", where)
+        _id(passage.id, "id", location)
         yield number, byte, passage
 
 
-_TURN_FIELDS = {
-    "query_id",
-    "conversation_id",
-    "turn",
-    "context",
-    "question",
-    "gold_ids",
-    "answer",
-    "rewrite",
-    "response",
-}
+_TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
 
 
 def read_turns(path: str) -> list[Turn]:
@@ -390,27 +378,29 @@ def read_turns(path: str) -> list[Turn]:
     turns: list[Turn] = []
     seen: set[str] = set()
     for number, row in read_jsonl(path):
-        where = f"{path}:{number}"
-        query_id, question = _new_id(row, "query_id", where, seen), _question(row, where)
+        location = f"{path}:{number}"
+        query_id, question = _new_id(row, "query_id", location, seen), _question(row, location)
         turn = row.get("turn", 1)
         if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
-            raise DataError(f"{where}: turn {repr(turn)[:40]} of {query_id} is not a whole number")
+            raise DataError(
+                f"{location}: turn {repr(turn)[:40]} of {query_id} is not a whole number"
+            )
         gold = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
         if gold is None:
             raise DataError(
-                f"{where}: gold_ids of {query_id} must be a list of passage ids, not "
+                f"{location}: gold_ids of {query_id} must be a list of passage ids, not "
                 f"{row['gold_ids']!r}"
             )
         turns.append(
             Turn(
                 query_id=query_id,
-                conversation_id=_text(row, "conversation_id", where, required=False) or query_id,
+                conversation_id=_text(row, "conversation_id", location, required=False) or query_id,
                 turn=int(turn),
-                context=_context(row, where),
+                context=_context(row, location),
                 question=question,
-                gold_ids=list(dict.fromkeys(_id(g, "gold id", where) for g in gold)),
+                gold_ids=list(dict.fromkeys(_id(g, "gold id", location) for g in gold)),
                 **{
-                    k: _text(row, k, where, required=False)
+                    k: _text(row, k, location, required=False)
                     for k in ("answer", "rewrite", "response")
                 },
                 extra={k: v for k, v in row.items() if k not in _TURN_FIELDS},
@@ -462,22 +452,22 @@ def read_questions(path: str) -> list[Question]:
     questions: list[Question] = []
     seen: set[str] = set()
     for number, row in read_jsonl(path):
-        where = f"{path}:{number}"
-        key = _new_id(row, "id", where, seen)
+        location = f"{path}:{number}"
+        key = _new_id(row, "id", location, seen)
         golds = as_texts(row.get("golden_answers"))
         if golds is None or not any(map(_scorable, golds)):
             raise DataError(
-                f"{where}: golden_answers of {key} must be a list of strings with one that is not "
+                f"{location}: golden_answers of {key} must be a list of strings with one that is not "
                 "blank or punctuation alone (scoring drops both), not "
                 f"{str(row.get('golden_answers'))[:80]}"
             )
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise DataError(
-                f"{where}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
+                f"{location}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
             )
         questions.append(
-            Question(key, _question(row, where), list(filter(_scorable, golds)), metadata)
+            Question(key, _question(row, location), list(filter(_scorable, golds)), metadata)
         )
     if not questions:
         raise DataError(f"{path}: no questions; the file is empty")

@@ -298,7 +298,9 @@ def train_on(
     per_epoch = steps_per_epoch(len(rows), cfg)
     total, metrics = per_epoch * cfg.epochs, os.path.join(cfg.out, "metrics.jsonl")
     optimizer = make_optimizer(model, cfg.lr, tuple(cfg.betas), cfg.weight_decay)
-    held_batches = step_batches(model, heldout, cfg.micro_batch_tokens, pad_id, dist)
+    held_batches = (
+        step_batches(model, heldout, cfg.micro_batch_tokens, pad_id, dist) if heldout else []
+    )
     start, bad, skipped, best = resume(model, optimizer, cfg, dist)
     if start == 0 and heldout:
         row = {"step": 0} | heldout_loss(model, held_batches)
@@ -385,13 +387,10 @@ def fit(
 def train(cfg: SFTConfig, dist: Dist) -> dict:
     """Train on the records; `<out>/final` is a Hugging Face folder afterwards. Returns what
     result.json holds."""
-    path, final = (
-        cfg.records or os.path.join(cfg.out, "records.jsonl"),
-        os.path.join(cfg.out, "final"),
-    )
-    agentic, result_path = (
-        trajectories.holds_trajectories(path),
+    path = cfg.records or os.path.join(cfg.out, "records.jsonl")
+    result_path, agentic = (
         os.path.join(cfg.out, "result.json"),
+        trajectories.holds_trajectories(path),
     )
     if agentic and cfg.target != "response":
         raise ConfigError(
@@ -399,18 +398,12 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             "trained"
         )
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
-    files = {
-        "model": path_with_digest(cfg.model),
-        "records": path_with_digest(path),
-        "instruction": path_with_digest(cfg.instruction),
-    }
-    targets.begin_stage(
-        cfg,
-        dist,
-        "train",
-        files | {key: dataclasses.asdict(cfg)[key] for key in TRAIN_KEYS},
-        ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html"),
-    )
+    values = dataclasses.asdict(cfg)
+    files = {"model": cfg.model, "records": path, "instruction": cfg.instruction}
+    settings = {key: path_with_digest(file) for key, file in files.items()}
+    settings |= {key: values[key] for key in TRAIN_KEYS}
+    outputs = ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html")
+    targets.begin_stage(cfg, dist, "train", settings, outputs)
     if result := targets.read_result(result_path):
         return result
     tokenizer = load_tokenizer(cfg.model)
@@ -430,7 +423,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     vocabulary = check_fit(model, tokenizer, examples, path, cfg)
     pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
     result = {
-        "model": final,
+        "model": os.path.join(cfg.out, "final"),
         "records": len(rows),
         "heldout": len(heldout),
         "dropped": sum(dropped.values()),
@@ -443,7 +436,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
 
 
 def load_model(cfg: SFTConfig, dist: Dist) -> nn.Module:
-    """The model to train, whole, with the adapter that `lora` asks for."""
+    """The model to train, sharded, with the adapter that `lora` asks for."""
     cuda = dist.device.type == "cuda"
     if adapter_base(cfg.model) and not cfg.lora.r:
         print0(

@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import data
@@ -36,10 +37,10 @@ from prompts import (
 )
 from retriever import open_retriever, retriever_settings
 from reward import parse_response
-from runs import atomic_write, check_settings, path_with_digest, write_jsonl
+from runs import atomic_write, check_settings, path_with_digest, read_json, write_jsonl
 
 
-def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: tuple[str, ...]) -> None:
+def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[str]) -> None:
     """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save
     the config."""
     if dist.rank == 0:
@@ -59,11 +60,9 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: tuple[str,
 
 def read_result(path: str) -> dict | None:
     """The figures of a stage that is complete, None of one that is not."""
-    if not os.path.exists(path):
-        return None
-    print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
+    if result := read_json(path):
+        print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
+    return result
 
 
 def write_result(path: str, result: dict) -> None:
@@ -118,21 +117,14 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) ->
     ranks = {
         (row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good
     }
-    return {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}, len(
-        searches
-    )
+    ranks = {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}
+    return ranks, len(searches)
 
 
 SAMPLE_KEYS = (
-    "seed",
-    "max_turns",
-    "samples_per_turn",
-    "temperature",
-    "max_response_tokens",
-    "max_prompt_tokens",
-    "max_rank",
-    "keep_per_turn",
-)
+    "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
+    "keep_per_turn"
+).split()
 
 
 def sample_settings(cfg) -> dict:
@@ -152,69 +144,13 @@ def sample_records(cfg, dist: Dist) -> dict:
 
     DataError if no record is left.
     """
-    stats_path, records_path = (
-        os.path.join(cfg.out, name) for name in ("sample_stats.json", "records.jsonl")
-    )
-    begin_stage(
-        cfg,
-        dist,
-        "sample",
-        sample_settings(cfg),
-        (
-            "samples.jsonl",
-            "samples.jsonl.done",
-            "samples.jsonl.rank*",
-            "records.jsonl",
-            "sample_stats.json",
-        ),
-    )
+    stats_path = os.path.join(cfg.out, "sample_stats.json")
+    records_path = os.path.join(cfg.out, "records.jsonl")
+    outputs = "samples.jsonl samples.jsonl.done samples.jsonl.rank* records.jsonl sample_stats.json"
+    begin_stage(cfg, dist, "sample", sample_settings(cfg), outputs.split())
     stats = read_result(stats_path)
     if stats is None:
-        retriever = open_retriever(cfg.retriever)
-        turns, without_gold = data.with_gold(
-            data.read_turns(cfg.turns), retriever.passage_ids, cfg.turns
-        )
-        if cfg.max_turns is not None and cfg.max_turns < len(turns):
-            turns = [
-                turns[i]
-                for i in sorted(random.Random(cfg.seed).sample(range(len(turns)), cfg.max_turns))
-            ]
-        rows, summary = infer.respond(
-            infer.InferConfig(
-                model=cfg.model,
-                turns=cfg.turns,
-                out=os.path.join(cfg.out, "samples.jsonl"),
-                prompt="few-shot",
-                examples=cfg.examples,
-                instruction=cfg.instruction,
-                samples=cfg.samples_per_turn,
-                temperature=cfg.temperature,
-                max_response_tokens=cfg.max_response_tokens,
-                max_prompt_tokens=cfg.max_prompt_tokens,
-                seed=cfg.seed,
-                chunk=cfg.chunk,
-                engine=cfg.engine,
-            ),
-            turns,
-            dist,
-        )
-        ranks, searches = rank_rewrites(retriever, turns, rows, dist)
-        records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
-        good = {key for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
-        stats = {
-            "turns": len(turns),
-            "turns_without_gold": without_gold,
-            "samples": len(rows),
-            "well_formed": summary["ok"],
-            **{k: summary[k] for k in ("malformed", "too_long", "engine_error")},
-            "searches": searches,
-            "search_failed": summary["ok"] - len(ranks),
-            "found_in_100": sum(rank is not None for rank in ranks.values()),
-            "within_max_rank": len(good),
-            "turns_covered": len({query_id for query_id, _ in good}),
-            "kept": len(records),
-            "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1),
-        }
+        records, stats = make_records(cfg, dist)
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if dist.rank == 0:
             write_jsonl(records_path, records)
@@ -223,10 +159,50 @@ def sample_records(cfg, dist: Dist) -> dict:
     if not stats["kept"]:
         raise DataError(
             f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
-            "are well formed; raise samples_per_turn or max_rank, or give examples that this "
-            "model follows"
+            "are well formed; raise samples_per_turn or max_rank, or give examples that this model "
+            "follows"
         )
     return stats
+
+
+INFER_KEYS = (  # what sampling takes over as it is
+    "model turns examples instruction temperature max_response_tokens max_prompt_tokens seed chunk "
+    "engine"
+).split()
+
+
+def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
+    """Sample responses for the turns and search their rewrites: (records, statistics)."""
+    retriever = open_retriever(cfg.retriever)
+    turns = data.read_turns(cfg.turns)
+    turns, without_gold = data.with_gold(turns, retriever.passage_ids, cfg.turns)
+    if cfg.max_turns is not None and cfg.max_turns < len(turns):
+        drawn = random.Random(cfg.seed).sample(range(len(turns)), cfg.max_turns)
+        turns = [turns[i] for i in sorted(drawn)]
+    sampling = infer.InferConfig(
+        out=os.path.join(cfg.out, "samples.jsonl"),
+        prompt="few-shot",
+        samples=cfg.samples_per_turn,
+        **{key: getattr(cfg, key) for key in INFER_KEYS},
+    )
+    rows, summary = infer.respond(sampling, turns, dist)
+    ranks, searches = rank_rewrites(retriever, turns, rows, dist)
+    records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
+    good = {key for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
+    return records, {
+        "turns": len(turns),
+        "turns_without_gold": without_gold,
+        "samples": len(rows),
+        "well_formed": summary["ok"],
+        **{key: summary[key] for key in ("malformed", "too_long", "engine_error")},
+        "searches": searches,
+        "search_failed": summary["ok"] - len(ranks),
+        "found_in_100": sum(rank is not None for rank in ranks.values()),
+        "within_max_rank": len(good),
+        "turns_covered": len({query_id for query_id, _ in good}),
+        "kept": len(records),
+        "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1),
+    }
 
 
 @dataclass(frozen=True)
@@ -318,12 +294,7 @@ def split_heldout(
     held out."""
     conversations = sorted({e.conversation_id for e in examples})
     random.Random(seed).shuffle(conversations)
-    count = (
-        min(max(1, round(fraction * len(conversations))), len(conversations) - 1)
-        if fraction > 0
-        else 0
-    )
-    held = set(conversations[:count])
-    return [e for e in examples if e.conversation_id not in held], [
-        e for e in examples if e.conversation_id in held
-    ]
+    count = min(max(1, round(fraction * len(conversations))), len(conversations) - 1)
+    held = set(conversations[:count] if fraction > 0 else [])
+    train = [e for e in examples if e.conversation_id not in held]
+    return train, [e for e in examples if e.conversation_id in held]
