@@ -361,10 +361,8 @@ def to_dict(cfg: Any) -> dict:
 
 def save_config(cfg: Any, path: str) -> None:
     """Write the resolved configuration as YAML that `--config` reads back to an equal object."""
-    text, temporary = (
-        yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True),
-        f"{path}.{os.getpid()}.tmp",
-    )
+    text = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8", newline="\n") as f:
             f.write(text)

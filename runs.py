@@ -268,15 +268,15 @@ def check_settings(path: str, settings: dict, begun: bool) -> None:
         with atomic_write(path) as f:
             json.dump(settings, f, indent=1, ensure_ascii=False)
         return
-    if not os.path.exists(path):
+    try:
+        before = read_json(path)
+    except ValueError as e:
+        raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
+    if before is None:
         raise DataError(
             f"there is output, but no {path}, which infer.py writes first: it is another tool's, "
             "or incomplete; choose another output"
         )
-    try:
-        before = json.loads("\n".join(line for _, line in data.read_lines(path)))
-    except ValueError as e:
-        raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
     if change := changed_setting(before, settings):
         raise DataError(
             f"{path}: this output was begun with other settings: {change}; choose another output, "

@@ -65,7 +65,7 @@ from runs import (
     read_json,
 )
 from targets import Example
-from training import export, set_lr
+from training import export, load_policy, set_lr
 
 
 @dataclass
@@ -438,21 +438,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
 def load_model(cfg: SFTConfig, dist: Dist) -> nn.Module:
     """The model to train, sharded, with the adapter that `lora` asks for."""
     cuda = dist.device.type == "cuda"
-    if adapter_base(cfg.model) and not cfg.lora.r:
-        print0(
-            f"{cfg.model} is an adapter: it is merged and all weights are trained; its own lora.r "
-            "would go on with it"
-        )
     with distributed.in_turn():
-        model = load_causal_lm(
-            cfg.model,
-            torch.bfloat16 if cuda and cfg.lora.r else torch.float32,
-            "cpu",
-            cfg.gradient_checkpointing,
-            cfg.lora,
-            cfg.seed,
-            compiled=cuda and cfg.compile,
-        )
+        model = load_policy(cfg, cuda)
         distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
     if cfg.lora.r:
         trained, whole = (

@@ -221,15 +221,30 @@ def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
     return golds
 
 
-def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
-    """(policy, reference or None, engine): policy and reference sharded over the ranks."""
-    cuda = dist.device.type == "cuda"
-    dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
+def load_policy(cfg, cuda: bool, keep_start: bool = False) -> torch.nn.Module:
+    """The model to train, on the CPU, with the adapter that `lora` asks for: float32 where all
+    weights are trained."""
     if adapter_base(cfg.model) and not cfg.lora.r:
         distributed.print0(
             f"{cfg.model} is an adapter: it is merged and all weights are trained; lora.r goes on "
             "with it"
         )
+    return load_causal_lm(
+        cfg.model,
+        torch.bfloat16 if cuda and cfg.lora.r else torch.float32,
+        "cpu",
+        cfg.gradient_checkpointing,
+        cfg.lora,
+        cfg.seed,
+        keep_start=keep_start,
+        compiled=cuda and cfg.compile,
+    )
+
+
+def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
+    """(policy, reference or None, engine): policy and reference sharded over the ranks."""
+    cuda = dist.device.type == "cuda"
+    dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
     eos, pad_id = end_and_pad_ids(cfg.model, tokenizer)
     engine = open_engine(
         cfg.engine,
@@ -249,16 +264,7 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
             f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens"
         )
     with distributed.in_turn():
-        policy = load_causal_lm(
-            cfg.model,
-            dtype if cfg.lora.r else torch.float32,
-            "cpu",
-            cfg.gradient_checkpointing,
-            cfg.lora,
-            cfg.seed,
-            keep_start=cfg.kl_coef > 0,
-            compiled=compiled,
-        )
+        policy = load_policy(cfg, cuda, keep_start=cfg.kl_coef > 0)
         distributed.shard_model(policy, dist, cuda, cfg.gather_once, cfg.cpu_offload == "all")
     reference = policy if cfg.kl_coef and cfg.lora.r else None
     if cfg.kl_coef and not cfg.lora.r:

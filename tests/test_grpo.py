@@ -118,10 +118,10 @@ def plans(policy, rollouts, advantages, cfg, skip_flat=False):
     return plan_updates(policy, batch, torch.device("cpu"), cfg.micro_batch_tokens, cfg.updates_per_batch, skip_flat)
 
 
-def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, torch.Tensor]:
+def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, dist) -> dict[str, torch.Tensor]:
     """One `update` with an optimizer that only records: the gradient, unclipped, as full tensors."""
-    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
-    reference = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+    reference = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), dist)
     found: dict[str, torch.Tensor] = {}
 
     class Recorder(torch.optim.SGD):
@@ -130,13 +130,13 @@ def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, where) -> dict[str, to
 
     updates = plans(policy, rollouts, advantages, cfg)
     grpo.add_reference(reference, updates, cfg.temperature)
-    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), updates, cfg, where)
+    stats = grpo.update(policy, Recorder(policy.parameters(), lr=0.0), updates, cfg, dist)
     return found | {"stats": stats}
 
 
-def updated(policy, optimizer, rollouts, advantages, cfg, where) -> dict:
+def updated(policy, optimizer, rollouts, advantages, cfg, dist) -> dict:
     """The statistics of one `update` without a reference."""
-    return grpo.update(policy, optimizer, plans(policy, rollouts, advantages, cfg), cfg, where)
+    return grpo.update(policy, optimizer, plans(policy, rollouts, advantages, cfg), cfg, dist)
 
 
 def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
@@ -165,39 +165,39 @@ def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
-def test_update_equals_loops_and_does_not_depend_on_the_token_budget(where, mode):
+def test_update_equals_loops_and_does_not_depend_on_the_token_budget(dist, mode):
     rollouts, advantages = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, loss_mode=mode, max_response_tokens=16)
     expected = by_hand(rollouts, advantages, cfg)
     loss = expected.pop("loss")
     for size in (1, 20, 33, 60, 1000):
         cfg.micro_batch_tokens, cfg.gather_once = size, size != 33
-        found = gradients(cfg, rollouts, advantages, where)
+        found = gradients(cfg, rollouts, advantages, dist)
         assert found["stats"]["loss"] == pytest.approx(loss, rel=1e-5)
         for name, grad in expected.items():
             assert (found[name] - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-7, (size, name)
 
 
-def test_two_processes_give_the_gradient_of_one(where, tmp_path):
+def test_two_processes_give_the_gradient_of_one(dist, tmp_path):
     """Groups go to different ranks with different token counts; the loss has one global denominator."""
     rollouts, advantages = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=40)
-    single = gradients(cfg, rollouts, advantages, where)
+    single = gradients(cfg, rollouts, advantages, dist)
     script = tmp_path / "two.py"
     script.write_text(f"""
 import torch, distributed, grpo
 from batching import deal_out
 from test_grpo import make_batch, gradients
-where = distributed.setup()
+dist = distributed.setup()
 rollouts, advantages = make_batch()
-mine = [i for i, r in enumerate(rollouts) if r.group_id == where.rank][:4 - where.rank]  # 4 sequences and 3: uneven on purpose
+mine = [i for i, r in enumerate(rollouts) if r.group_id == dist.rank][:4 - dist.rank]  # 4 sequences and 3: uneven on purpose
 theirs = [i for i, r in enumerate(rollouts) if r.group_id == 0] + [i for i, r in enumerate(rollouts) if r.group_id == 1][:3]
 cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=1)
-found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], where)
-sampled = [i for i, r in enumerate(rollouts) if r.group_id == 0 or where.rank == 0]  # two groups, and one
-held, given = deal_out([rollouts[i] for i in sampled], [100.0 * where.rank + i for i in sampled], where)
+found = gradients(cfg, [rollouts[i] for i in mine], advantages[mine], dist)
+sampled = [i for i, r in enumerate(rollouts) if r.group_id == 0 or dist.rank == 0]  # two groups, and one
+held, given = deal_out([rollouts[i] for i in sampled], [100.0 * dist.rank + i for i in sampled], dist)
 exchanged = distributed.gather_objects([(a, r.group_id, r.prompt_ids, r.response_ids) for a, r in zip(given, held)])
-if where.rank == 0:
+if dist.rank == 0:
     torch.save((found, theirs, exchanged), {str(tmp_path / "two.pt")!r})
 distributed.all_reduce_sum([0.0])  # nobody leaves while another still works
 distributed.cleanup()
@@ -213,7 +213,7 @@ distributed.cleanup()
     assert sorted(map(len, exchanged)) == [4, 8]
     for part in exchanged:  # groups are whole: four of each
         assert all(sum(g == group for _, g, *_ in part) == 4 for _, group, *_ in part)
-    single = gradients(cfg, [rollouts[i] for i in kept], advantages[kept], where)
+    single = gradients(cfg, [rollouts[i] for i in kept], advantages[kept], dist)
     assert double["stats"]["tokens"] == single["stats"]["tokens"]
     assert double["stats"]["loss"] == pytest.approx(single["stats"]["loss"], rel=1e-5)
     for name in single:
@@ -221,9 +221,9 @@ distributed.cleanup()
             assert (double[name] - single[name]).abs().max() <= 1e-5 * single[name].abs().max() + 1e-7, name
 
 
-def test_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
+def test_ratio_is_one_on_the_first_update_even_with_dropout(dist, tmp_path):
     tiny.tiny_lm(tmp_path, attention_dropout=0.1)
-    policy = distributed.shard_model(load_causal_lm(str(tmp_path)), where)
+    policy = distributed.shard_model(load_causal_lm(str(tmp_path)), dist)
     batch = collate_rollouts(*make_batch(), 0)
     with torch.no_grad():
         old = token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
@@ -232,49 +232,49 @@ def test_ratio_is_one_on_the_first_update_even_with_dropout(where, tmp_path):
     assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
 
 
-def test_kl_still_acts_on_flat_groups(where):
+def test_kl_still_acts_on_flat_groups(dist):
     rollouts, _ = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.1, max_grad_norm=1e9)
-    found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), where)
+    found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), dist)
     assert found["stats"]["loss"] == pytest.approx(0.1 * found["stats"]["kl"], rel=1e-5) and found["stats"]["kl"] > 0
 
 
-def test_several_updates_on_a_batch_use_the_policy_before_the_first(where):
+def test_several_updates_on_a_batch_use_the_policy_before_the_first(dist):
     """With updates_per_batch 2 the second share meets a moved policy: old log-probabilities come from before the first."""
     rollouts, advantages = make_batch()
-    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_tokens=40)
-    stats = updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)
+    stats = updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist)
     assert stats["clipped"] > 0 and math.isnan(stats["kl"])  # no reference: KL is not measured, and not 0
-    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     cfg.updates_per_batch = 1
-    assert updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, where)["clipped"] == 0
+    assert updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist)["clipped"] == 0
 
 
-def test_an_update_without_a_sequence_of_its_own_changes_nothing(where):
+def test_an_update_without_a_sequence_of_its_own_changes_nothing(dist):
     """Failed rollouts may leave fewer sequences than updates_per_batch: the update that gets none is no step, no fault."""
     rollouts, advantages = make_batch()
     after = []
     for updates in (2, 3):
-        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, weight_decay=0.1)
-        stats = updated(policy, optimizer, rollouts[:2], advantages[:2], grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), where)
+        stats = updated(policy, optimizer, rollouts[:2], advantages[:2], grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), dist)
         assert stats["skipped"] == 0
         after.append([distributed.full_tensor(p.detach()).clone() for p in policy.parameters()])
     assert all(map(torch.equal, *after))
 
 
-def test_rollouts_that_failed_or_have_no_trained_token_are_not_dealt_out(where):
+def test_rollouts_that_failed_or_have_no_trained_token_are_not_dealt_out(dist):
     failed = rollouts_of([(0, "x"), (0, "y"), (1, "z")])
     silent = Rollout([5], [6], [0.0], [0], 2, "eos")
-    held, advantages = deal_out([*failed, silent], [None, 0.5, None, 1.0], where)
+    held, advantages = deal_out([*failed, silent], [None, 0.5, None, 1.0], dist)
     assert [r.response_ids for r in held] == [failed[1].response_ids] and advantages == [0.5]
-    assert deal_out(failed, [None] * 3, where) == ([], [])
+    assert deal_out(failed, [None] * 3, dist) == ([], [])
 
 
-def test_a_rank_without_rollouts_takes_part_without_training(where):
+def test_a_rank_without_rollouts_takes_part_without_training(dist):
     idle = [Rollout([5], [5], [0.0], [0], 0, "eos")]  # what grpo.build_updates puts there
-    stats = gradients(grpo.GRPOConfig(kl_coef=0.5), idle, torch.zeros(1), where)["stats"]
+    stats = gradients(grpo.GRPOConfig(kl_coef=0.5), idle, torch.zeros(1), dist)["stats"]
     assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
 
 
@@ -291,16 +291,16 @@ def test_groups_are_dealt_out_by_tokens_and_never_split():
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
-def test_flat_groups_left_out_of_the_update_change_neither_loss_nor_gradient(where, mode):
+def test_flat_groups_left_out_of_the_update_change_neither_loss_nor_gradient(dist, mode):
     rollouts, advantages = make_batch()
     advantages = torch.where(torch.tensor([r.group_id for r in rollouts]) == 0, 0.0, advantages)
     cfg = grpo.GRPOConfig(kl_coef=0.0, max_grad_norm=1e9, loss_mode=mode, max_response_tokens=16)
     seen = []
     for skip_flat in (False, True):
-        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
         updates = plans(policy, rollouts, advantages, cfg, skip_flat)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-        stats = grpo.update(policy, optimizer, updates, cfg, where)
+        stats = grpo.update(policy, optimizer, updates, cfg, dist)
         seen.append((stats, [distributed.full_tensor(p.detach()) for p in policy.parameters()]))
     (kept, weights), (left_out, same) = seen
     assert left_out["tokens"] < kept["tokens"]
@@ -309,15 +309,15 @@ def test_flat_groups_left_out_of_the_update_change_neither_loss_nor_gradient(whe
     assert all((a - b).abs().max() <= 1e-6 for a, b in zip(weights, same))
 
 
-def test_a_step_without_a_gradient_moves_nothing(where):
+def test_a_step_without_a_gradient_moves_nothing(dist):
     """With kl_coef=0 and flat groups alone, momentum and weight decay would still move the weights."""
     rollouts, advantages = make_batch()
-    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), where)
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     optimizer = make_optimizer(policy, 1e-2, weight_decay=0.1)
     cfg = grpo.GRPOConfig(kl_coef=0.0)
-    updated(policy, optimizer, rollouts, advantages, cfg, where)  # there is momentum now
+    updated(policy, optimizer, rollouts, advantages, cfg, dist)  # there is momentum now
     before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    updated(policy, optimizer, rollouts, torch.zeros(len(rollouts)), cfg, where)
+    updated(policy, optimizer, rollouts, torch.zeros(len(rollouts)), cfg, dist)
     after = [distributed.full_tensor(p.detach()) for p in policy.parameters()]
     assert all(map(torch.equal, before, after))
 
@@ -342,14 +342,14 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
     assert len(pieces) == 1
 
 
-def test_a_non_finite_gradient_skips_the_step(where):
+def test_a_non_finite_gradient_skips_the_step(dist):
     rollouts, advantages = make_batch()
     model = tiny.tiny_lm(seed=1)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    policy = distributed.shard_model(prepare_causal_lm(model), where)
+    policy = distributed.shard_model(prepare_causal_lm(model), dist)
     before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    stats = updated(policy, make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), where)
+    stats = updated(policy, make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), dist)
     assert stats["skipped"] == 1
     assert all(torch.equal(a.nan_to_num(), distributed.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
 
@@ -387,7 +387,7 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
     assert [s.figures["rank"] for s in scores] == [1, 1, None, None, None]
 
 
-def test_a_failed_search_is_left_out_and_counted_never_scored(where):
+def test_a_failed_search_is_left_out_and_counted_never_scored(dist):
     from retriever import FAILED
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
@@ -396,7 +396,7 @@ def test_a_failed_search_is_left_out_and_counted_never_scored(where):
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
     advantages = grpo.rollout_advantages(rollouts, scores)
     assert [a is None for a in advantages] == [False, True, False, False] and sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-6)
-    run = type("R", (), {"dist": where})
+    run = type("R", (), {"dist": dist})
     figures = step_figures(training.gather_rows(run, rollouts, scores, advantages, [turn(0, ["p"])]))
     assert figures["failed"] == 1 and figures["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
 
@@ -406,7 +406,7 @@ def test_an_engine_error_is_left_out():
     assert grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
 
 
-def test_a_step_in_which_everything_failed_stops_with_a_reason(where):
+def test_a_step_in_which_everything_failed_stops_with_a_reason(dist):
     rollouts = rollouts_of([(0, "x")], end="engine_error")
     scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
     with pytest.raises(grpo.Stopped, match="failed"):
@@ -464,14 +464,14 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
     assert "stopped by signal 15" in out and len(list((world / "terminated").glob("checkpoint_*"))) == 1
 
 
-def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, finished, where, monkeypatch):
+def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, finished, dist, monkeypatch):
     shutil.copytree(world / "whole", world / "changed")
     (world / "elsewhere").mkdir()
     shutil.copy(world / "train.jsonl", world / "elsewhere")
     monkeypatch.chdir(world)
 
     def resume(*more):
-        run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("changed"), *more]), where)
+        run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("changed"), *more]), dist)
         return run, training.resume(run)["step"]
 
     for more, words in [("lr=1e-4", "lr was 0.001 and is 0.0001"), ("train=dev.jsonl", "train was 'train.jsonl' and is"),
@@ -499,7 +499,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     assert resume()[1] == 0 and not os.path.exists("changed/best")  # another run's: bench scripts would take it
 
 
-def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch):
+def test_a_resumed_run_remembers_what_it_saw(world, finished, dist, monkeypatch):
     """Three bad steps in a row stop it, wherever the kill came; null in the log is not a number."""
     shutil.copytree(world / "whole", world / "bad")
     rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 4)]
@@ -507,7 +507,7 @@ def test_a_resumed_run_remembers_what_it_saw(world, finished, where, monkeypatch
     state = world / "bad/checkpoint_000004/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"row": rows[-1]}))
     monkeypatch.chdir(world)
-    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), where)
+    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), dist)
     training.resume(run)
     with pytest.raises(grpo.Stopped, match="not finite in three steps"):
         training.guard(run)
@@ -551,7 +551,7 @@ def test_grpo_learns_to_name_what_is_rewarded(world):
     ("weight_decay=-1", ["weight_decay"]), ("malformed_reward=.inf", ["malformed_reward"]), ("warmup_steps=-1", ["warmup"]),
     ("out=corpus.jsonl", ["corpus.jsonl is a file"]), ("model=window", ["16 positions"]),
     ("train=empty.jsonl", ["empty.jsonl"]), ("train=bad.jsonl", ["bad.jsonl:2"]), ("clip_eps=2", ["clip_eps"])])
-def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, words):
+def test_bad_input_is_refused_with_status_2(world, dist, monkeypatch, more, words):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
     tiny.tiny_lm(world / "window", use_sliding_window=True, sliding_window=16)
@@ -559,16 +559,16 @@ def test_bad_input_is_refused_with_status_2(world, where, monkeypatch, more, wor
     (world / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n{broken\n")
     monkeypatch.chdir(world)
     with pytest.raises(ValueError) as caught:
-        grpo.start(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]), where)
+        grpo.start(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]), dist)
     assert caught.value.exit_status == 2 and all(w in str(caught.value) for w in words), caught.value
     assert not (world / "refused").exists()
 
 
-def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, where, monkeypatch, capsys):
+def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, dist, monkeypatch, capsys):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
     monkeypatch.chdir(world)
-    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), where)
+    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), dist)
     assert len(run.items) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
     tokenizer = tiny.tiny_tokenizer()
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
@@ -593,18 +593,18 @@ def test_a_run_that_cannot_learn_says_so(capsys):
     assert not capsys.readouterr().out
 
 
-def loaded(world, out, where, *more):
-    return grpo.start(config.load_config(grpo.GRPOConfig, [*settings(out), *more]), where)
+def loaded(world, out, dist, *more):
+    return grpo.start(config.load_config(grpo.GRPOConfig, [*settings(out), *more]), dist)
 
 
-def test_best_is_what_its_folder_says(world, finished, where, monkeypatch):
+def test_best_is_what_its_folder_says(world, finished, dist, monkeypatch):
     """A kill between an export and the next checkpoint: the folder holds a step that is taken again."""
     shutil.copytree(world / "whole", world / "lost")
     monkeypatch.chdir(world)
-    run = loaded(world, "lost", where, "steps=9")
+    run = loaded(world, "lost", dist, "steps=9")
     run.best = {"value": 0.9, "step": 7}
     training.export_run(run, "best")
-    again = loaded(world, "lost", where, "steps=9")
+    again = loaded(world, "lost", dist, "steps=9")
     training.resume(again)
     assert again.best == {"value": 0.9, "step": 7}
     shutil.rmtree(world / "lost/best")
@@ -617,7 +617,7 @@ class Away(RuntimeError):
     exit_status = 1
 
 
-def test_a_step_is_checkpointed_before_it_is_validated(world, where, monkeypatch):
+def test_a_step_is_checkpointed_before_it_is_validated(world, dist, monkeypatch):
     """A search server that is away, or a full disk while best/ is written, loses no step."""
     monkeypatch.chdir(world)
     validate = grpo.validate
@@ -641,7 +641,7 @@ def test_a_step_is_checkpointed_before_it_is_validated(world, where, monkeypatch
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and "dev_mrr" in rows[2]
 
 
-def test_without_validation_the_last_policy_is_offered(world, where, monkeypatch, capsys):
+def test_without_validation_the_last_policy_is_offered(world, dist, monkeypatch, capsys):
     monkeypatch.chdir(world)
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
     result = grpo.main(config.load_config(grpo.GRPOConfig, [*settings("nodev"), "dev=", "steps=1"]))
@@ -649,12 +649,12 @@ def test_without_validation_the_last_policy_is_offered(world, where, monkeypatch
     assert "nodev holds no checkpoint: the run begins at step 0" in capsys.readouterr().out
 
 
-def test_missing_rows_of_the_log_are_told(world, finished, where, monkeypatch, capsys):
+def test_missing_rows_of_the_log_are_told(world, finished, dist, monkeypatch, capsys):
     shutil.copytree(world / "whole", world / "unlogged")
     (world / "unlogged/metrics.jsonl").unlink()
     monkeypatch.chdir(world)
-    training.resume(loaded(world, "unlogged", where, "steps=9"))
+    training.resume(loaded(world, "unlogged", dist, "steps=9"))
     assert "lacks 3 of 4 steps" in capsys.readouterr().out
     (world / "unlogged/metrics.jsonl").write_text('{"reward": 1.0}\n')
     with pytest.raises(data.DataError, match="metrics.jsonl:1: the row has no step"):
-        training.resume(loaded(world, "unlogged", where, "steps=9"))
+        training.resume(loaded(world, "unlogged", dist, "steps=9"))

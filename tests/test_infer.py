@@ -73,7 +73,7 @@ def lm(tmp_path_factory):
 def scripted(monkeypatch):
     def use(answers):
         engine = Scripted(answers)
-        monkeypatch.setattr(infer, "open_engine", lambda cfg, tokenizer, where: engine)
+        monkeypatch.setattr(infer, "open_engine", lambda cfg, tokenizer, dist: engine)
         return engine
     return use
 

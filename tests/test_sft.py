@@ -147,7 +147,7 @@ def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
 
 
 def test_no_row_left_is_an_error_before_the_model_is_loaded(lm, records, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "load_causal_lm", lambda *a: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(sft, "load_policy", lambda *a: pytest.fail("the model was loaded"))
     with pytest.raises(data.DataError, match="7 longer than 20 tokens.*raise max_length"):
         sft.main(config(lm, records, tmp_path / "o", max_length=20))
 
