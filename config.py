@@ -135,14 +135,11 @@ for _tag in ("str", "int", "float", "bool", "null", "timestamp"):
 def resolve(text: str) -> Any:
     """What YAML takes a plain scalar for: bool, null, int, float (`1e-5` too), or the text."""
     loader, text = yaml.SafeLoader(""), str(text)
+    if _EXPONENT.fullmatch(text):
+        return float(text)
     try:
-        return (
-            float(text)
-            if _EXPONENT.fullmatch(text)
-            else loader.construct_object(
-                yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
-            )
-        )
+        tag = loader.resolve(yaml.ScalarNode, text, (True, False))
+        return loader.construct_object(yaml.ScalarNode(tag, text))
     except (yaml.YAMLError, ValueError):  # `<<`, or a day such as 2025-13-45
         return text
 
@@ -156,14 +153,9 @@ def field_docs(cls: type) -> dict[str, str]:
     for base in reversed([c for c in cls.__mro__ if is_dataclass(c)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for node, after in zip(body, body[1:]):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(node.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                docs[node.target.id] = " ".join(after.value.value.split())
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Constant):
+                docs[node.target.id] = " ".join(text.value.split())
     return docs
 
 
@@ -216,27 +208,21 @@ def convert(value: Any, tp: Any, key: str) -> Any:
                 return [convert(written, args[0], key)]
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
-    elif origin is dict:
-        if isinstance(value, dict):
-            return {str(k): convert(v, args[1], f"{key}.{k}") for k, v in value.items()}
-    elif tp is bool:
-        if isinstance(value, bool):
-            return value
+    elif origin is dict and isinstance(value, dict):
+        return {str(k): convert(v, args[1], f"{key}.{k}") for k, v in value.items()}
+    elif tp is bool and isinstance(value, bool):
+        return value
     elif tp is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         if isinstance(value, float) and value.is_integer():
             return int(value)
     elif tp is float:
-        if (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and not math.isnan(value)
-        ):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and not math.isnan(value):
             return float(value)
-    elif tp is str:
-        if isinstance(value, str):
-            return value
+    elif tp is str and isinstance(value, str):
+        return value
     shown = "null" if value is None else f"{value!r} of type {type(value).__name__}"
     raise ConfigError(f"{key}={shown}; it must be {type_name(tp)}")
 
@@ -277,11 +263,8 @@ def merge(base: dict, update: dict) -> dict:
     """`update` laid over `base`; mappings merge key by key, everything else is replaced."""
     out = dict(base)
     for key, value in update.items():
-        out[key] = (
-            merge(out[key], value)
-            if isinstance(value, dict) and isinstance(out.get(key), dict)
-            else value
-        )
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
     return out
 
 
@@ -378,12 +361,8 @@ def help_text(cls: type) -> str:
     entry = sys.modules["__main__"]  # the tool, which may have its configuration from another file
     module = entry if getattr(entry, cls.__name__, None) is cls else sys.modules[cls.__module__]
     first = (inspect.getdoc(module) or "").split("\n")[0]
-    lines = [
-        first,
-        "",
-        f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]",
-        "",
-    ]
+    usage = f"usage: python {os.path.basename(sys.argv[0])} [--config FILE.yaml] [key=value …]"
+    lines = [first, "", usage, ""]
 
     def walk(c: type, prefix: str) -> None:
         docs, hints = field_docs(c), typing.get_type_hints(c, include_extras=True)
@@ -401,11 +380,8 @@ def help_text(cls: type) -> str:
                 value = f.default if f.default is not MISSING else f.default_factory()
                 default = json.dumps(value, ensure_ascii=False)
             lines.append(f"  {prefix}{f.name}: {type_name(tp)} = {default}")
-            lines.extend(
-                textwrap.wrap(
-                    docs.get(f.name, ""), 100, initial_indent=" " * 8, subsequent_indent=" " * 8
-                )
-            )
+            wrapped = textwrap.wrap(docs.get(f.name, ""), 92)
+            lines.extend(" " * 8 + line for line in wrapped)
 
     walk(cls, "")
     return "\n".join(lines)

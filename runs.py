@@ -241,12 +241,8 @@ def changed_setting(before: dict, settings: dict) -> str:
     none differs."""
 
     def split(value: object) -> tuple:  # (what to show, what to compare)
-        texts = (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(part, str) for part in value)
-        )
-        return tuple(value) if texts else (value, value)
+        file = isinstance(value, list) and [type(part) for part in value] == [str, str]
+        return tuple(value) if file else (value, value)
 
     for key, value in settings.items():
         (old, old_digest), (now, now_digest) = split(before.get(key)), split(value)

@@ -14,11 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+
 import config
 import data
 import distributed
 import grpo
+import training
 from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
 from engines.base import Rollout
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
@@ -26,9 +29,7 @@ from packing import share_prefixes, token_logprobs
 from prompts import encode_chat, encode_example, response_text, rewrite_prompt
 from rollout import collate_rollouts
 from runs import begin_metrics, write_jsonl
-from scoring.health import collapse_reason, step_figures
-import tiny
-import training
+from scoring.health import step_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -334,7 +335,7 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
         assert sorted(r for p in pieces for r in p) == list(range(24))
         for piece in pieces:
             laid_out = share_prefixes(batch.tokens[piece], batch.attention_mask[piece], batch.prompt_lengths[piece], batch.group_ids[piece], 1 << 60)
-            size = int((laid_out.own >= 0).sum())
+            size = int((laid_out.segment_ids >= 0).sum())
             assert size <= budget or len(piece) == 1
         for g in range(6):  # a group that fits is in one piece
             if 3 + 4 + sum(lengths[4 * g:4 * g + 4]) <= budget:
