@@ -254,7 +254,8 @@ def _text(row: dict, key: str, location: str, required: bool = True) -> str | No
     text = as_text(value)
     if text is None:
         raise DataError(
-            f"{location}: {key!r} is {value!r}; it must be a string (fields found: {', '.join(row)})"
+            f"{location}: {key!r} is {value!r}; it must be a string (fields found: "
+            f"{', '.join(row)})"
         )
     return text
 
@@ -262,8 +263,8 @@ def _text(row: dict, key: str, location: str, required: bool = True) -> str | No
 def _id(value: str, key: str, location: str) -> str:
     if value.split() != [value] or "\0" in value:
         raise DataError(
-            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes a "
-            "column of TREC files"
+            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes "
+            "a column of TREC files"
         )
     return value
 
@@ -346,8 +347,8 @@ def located_passages(
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{location}: {len(columns)} tab-separated columns; a corpus TSV has three: id, "
-                    "text, title; replace tabs inside a field, or use JSONL"
+                    f"{location}: {len(columns)} tab-separated columns; a corpus TSV has three: "
+                    "id, text, title; replace tabs inside a field, or use JSONL"
                 )
             passage = Passage(columns[0], columns[2].strip(), columns[1])
         elif line.strip():
@@ -457,8 +458,8 @@ def read_questions(path: str) -> list[Question]:
         golds = as_texts(row.get("golden_answers"))
         if golds is None or not any(map(_scorable, golds)):
             raise DataError(
-                f"{location}: golden_answers of {key} must be a list of strings with one that is not "
-                "blank or punctuation alone (scoring drops both), not "
+                f"{location}: golden_answers of {key} must be a list of strings with one that is "
+                "not blank or punctuation alone (scoring drops both), not "
                 f"{str(row.get('golden_answers'))[:80]}"
             )
         metadata = row.get("metadata") or {}
