@@ -957,7 +957,7 @@ def test_wrong_settings_and_files_are_named_before_anything_is_served(files, tmp
                 "give corpus=FILE",
                 {"retriever": RetrieverConfig(index="x"), "mcp": "stdio"},
             ),
-            (RetrieverError, "neither corpus nor index", {"retriever": RetrieverConfig()}),
+            (RetrieverError, "kind=bm25 needs an index", {"retriever": RetrieverConfig()}),
         ):
             with pytest.raises(error, match=message):
                 serve.main(serve.ServeConfig(**({"retriever": corpus, "port": 0} | changes)))
