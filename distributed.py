@@ -80,16 +80,6 @@ def setup() -> Dist:
     return Dist(c10d.get_rank(), c10d.get_world_size(), device)
 
 
-def use_device(dist: Dist, threads: int) -> None:
-    """Make this rank's card the calling thread's, with so many CPU threads for torch.
-
-    A new thread begins with card 0 and as many CPU threads as another one has just then.
-    """
-    torch.set_num_threads(threads)
-    if dist.device.type == "cuda":
-        torch.cuda.set_device(dist.device)
-
-
 def cleanup() -> None:
     """Leave the process group."""
     global _host

@@ -1,6 +1,4 @@
 """data.py: records survive the disk, bad input is named, prompts and chat encoding hold what they promise.
-
-The shared cases are embedded by their ids; dat-09's qrels and dat-23's queries are read by the files that own them.
 """
 
 from __future__ import annotations
@@ -56,25 +54,25 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     assert list(data.read_lines(put(tmp_path, ""))) == []
 
 
-def test_dat_09_bom_before_the_first_column(tmp_path):
+def test_bom_before_the_first_column(tmp_path):
     path = put(tmp_path, bytes.fromhex("efbbbf7131203020643120310a"), "x.qrels")
     assert list(data.read_lines(path)) == [(1, "q1 0 d1 1")]
     assert list(pytest.importorskip("evaluate").read_qrels(path)) == ["q1"]
 
 
-def test_dat_11_line_separators_inside_strings(tmp_path):
+def test_line_separators_inside_strings(tmp_path):
     path = put(tmp_path, bytes.fromhex("7b226964223a2231222c22636f6e74656e7473223a2261e280a862c28563e280a964227d0a"
                                        "7b226964223a2232222c22636f6e74656e7473223a2265227d0a"))
     assert [p.contents for p in data.read_corpus(path)] == ["a\u2028b\x85c\u2029d", "e"]
 
 
-def test_dat_13_bytes_that_are_not_utf8(tmp_path):
+def test_bytes_that_are_not_utf8(tmp_path):
     path = put(tmp_path, b'{"id":"0","contents":"ok"}\n' + bytes.fromhex("7b226964223a2231222c22636f6e74656e7473223a22636166e9227d0a"))
     with pytest.raises(data.DataError, match=re.escape(path) + ":2: not UTF-8"):
         list(data.read_corpus(path))
 
 
-def test_dat_15_truncated_last_line(tmp_path):
+def test_truncated_last_line(tmp_path):
     path = put(tmp_path, '{"id":"1"}\n{"id":"2","con')
     with pytest.raises(data.DataError, match=re.escape(path) + ":2: not valid JSON"):
         list(data.read_jsonl(path))
@@ -148,7 +146,7 @@ def test_empty_file_is_an_error_that_names_it(tmp_path, reader, content):
 
 # ------------------------------------------------------------------------------------------------------ corpus
 
-def test_dat_01_quotes_in_a_tsv_are_letters(tmp_path):
+def test_quotes_in_a_tsv_are_letters(tmp_path):
     path = put(tmp_path, '1\t"Heroes" is a song\tHeroes\n2\t"Unclosed quote here\tTwo\n3\tplain text\tThree\n', "c.tsv")
     rows = list(data.read_corpus(path))
     assert len(rows) == 3 and rows[0].text == '"Heroes" is a song' and rows[1].text == '"Unclosed quote here'
@@ -156,7 +154,7 @@ def test_dat_01_quotes_in_a_tsv_are_letters(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["1\tcol a\tcol b\tTitle", "1\tno title", "1"])
-def test_dat_03_tsv_columns_are_counted(tmp_path, line):
+def test_tsv_columns_are_counted(tmp_path, line):
     path = put(tmp_path, f"0\ttext\ttitle\n{line}\n", "c.tsv")
     with pytest.raises(data.DataError, match=re.escape(path) + r":2: \d tab-separated columns"):
         list(data.read_corpus(path))
@@ -170,7 +168,7 @@ def test_tsv_header_and_empty_title(tmp_path):
 @pytest.mark.parametrize("row", [{"id": "1", "title": "", "text": "Body."}, {"id": 1, "title": None, "text": "Body."},
                                  {"id": "1", "text": "Body."}, {"id": "1", "title": "  ", "text": "Body."},
                                  {"id": "1", "contents": "Body."}])
-def test_dat_05_empty_title_leaves_the_text_alone(tmp_path, row):
+def test_empty_title_leaves_the_text_alone(tmp_path, row):
     passage, = data.read_corpus(put(tmp_path, [row]))
     assert passage == data.Passage("1", "", "Body.") and passage.contents == "Body."
 
@@ -179,7 +177,7 @@ def test_contents_is_title_blank_text():
     assert data.Passage("1", "Dune", "A novel.").contents == "Dune A novel."
 
 
-def test_dat_07_duplicate_passage_id(tmp_path):
+def test_duplicate_passage_id(tmp_path):
     path = put(tmp_path, [{"id": "7", "contents": "a"}, {"id": "8", "contents": "b"}, {"id": 7, "contents": "c"}])
     with pytest.raises(data.DataError, match=re.escape(path) + ":3: passage id '7'"):
         list(data.read_corpus(path))
@@ -215,7 +213,7 @@ def test_turn_round_trip(tmp_path):
     assert [r for _, r in data.read_jsonl(again)] == rows
 
 
-def test_dat_21_other_scripts_survive(tmp_path):
+def test_other_scripts_survive(tmp_path):
     context = [("من كتب الرواية؟", "村上春樹")]
     path = str(tmp_path / "t.jsonl")
     write_jsonl(path, [make(context).record()])
@@ -224,7 +222,7 @@ def test_dat_21_other_scripts_survive(tmp_path):
     assert "Q1: من كتب الرواية؟\nA1: 村上春樹\n" in prompt
 
 
-def test_dat_19_turn_numbers_as_text(tmp_path):
+def test_turn_numbers_as_text(tmp_path):
     turns = data.read_turns(put(tmp_path, [turn(query_id=f"c_{n}", turn=n) for n in ("10", "9", "1")]))
     assert [t.query_id for t in sorted(turns, key=lambda t: t.turn)] == ["c_1", "c_9", "c_10"]
     assert [t.turn for t in turns] == [10, 9, 1]
@@ -422,7 +420,7 @@ def test_prompt_structure():
     assert tail == ("Conversation:\nQ1: Who wrote Dune?\nA1: Frank Herbert.\nQ2: Any sequels?\nA2: \nQuestion: When was he born?")
 
 
-def test_dat_17_first_turn():
+def test_first_turn():
     prompt = rewrite_prompt(make([], "Who wrote Dune?"))
     assert prompt.endswith("Conversation:\n(nothing yet)\nQuestion: Who wrote Dune?") and "None" not in prompt
     ids = encode_chat(tiny.tiny_tokenizer(), prompt)
@@ -458,7 +456,7 @@ def test_the_response_form_is_the_parsers():
     assert parsed.well_formed and (parsed.think, parsed.rewrite) == ("he is Herbert", "When was Herbert born?")
 
 
-def test_dat_23_a_line_feed_in_a_rewrite_stays_one_record(tmp_path):
+def test_a_line_feed_in_a_rewrite_stays_one_record(tmp_path):
     path = put(tmp_path, [turn(rewrite="who wrote\nDune\t?")])
     assert Path(path).read_bytes().count(b"\n") == 1 and data.read_turns(path)[0].rewrite == "who wrote\nDune\t?"
     prompt = rewrite_prompt(make([("who wrote\nDune\t?", "x")], "who wrote\nDune\t?"))

@@ -74,7 +74,7 @@ def test_non_finite_rewards_are_refused():
         group_advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
 
 
-def test_and_17_sum_over_one_global_count():
+def test_the_sum_over_one_global_count():
     losses = [[.5], [1.] * 7, [2.] * 3, [.2] * 5]
     width = max(map(len, losses))
     per_token = torch.tensor([row + [99.] * (width - len(row)) for row in losses])
@@ -84,7 +84,7 @@ def test_and_17_sum_over_one_global_count():
         assert abs(total.item() - 0.90625) < 1e-5
     ranks = [(torch.full((1, 10), 3.), torch.ones(1, 10)), (torch.full((1, 2), .5), torch.ones(1, 2))]
     count = sum(loss_denominator(m, "token_mean", 0) for _, m in ranks)
-    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)  # grp-17
+    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
