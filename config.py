@@ -308,6 +308,13 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
     ConfigError (exit status 2) for an unknown key, a wrong type, a number out of its range, an
     unreadable file.
     """
+    cfg = build(cls, read_words(cls, argv))
+    check_ranges(cfg)
+    return cfg
+
+
+def read_words(cls: type, argv: list[str] | None = None) -> dict:
+    """What files and words give, as nested mappings, not yet checked against `cls`."""
     words = list(sys.argv[1:] if argv is None else argv)
     values: dict = {}
     overrides: dict = {}
@@ -332,9 +339,7 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
         for part in reversed(key.split(".")):
             value = {part: value}
         overrides = merge(overrides, value)
-    cfg = build(cls, merge(values, overrides))
-    check_ranges(cfg)
-    return cfg
+    return merge(values, overrides)
 
 
 def to_dict(cfg: Any) -> dict:
@@ -421,10 +426,13 @@ def run(
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     note = ""
     try:
-        cfg = load_config(cls, argv)
-        note = status_file and os.path.join(cfg.out, status_file)
+        values = read_words(cls, argv)
+        if status_file:
+            note = os.path.join(str(values.get("out", cls.out)), status_file)
         if note and os.path.exists(note) and os.environ.get("RANK", "0") == "0":
             os.remove(note)
+        cfg = build(cls, values)
+        check_ranges(cfg)
         result = main(cfg)
         if result is not None:
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)

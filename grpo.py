@@ -55,7 +55,7 @@ from training import Stopped
 class GRPOConfig:
     task: Literal["rewrite", "search", "agent"] = "rewrite"
     """what a response is: a rewritten question, or an episode that searches and answers
-    (episode.py)"""
+    (episodes/episode.py)"""
     model: str = ""
     """policy to start from, and the frozen KL reference: the warm-up's output; a Hugging Face
     folder or hub name"""
@@ -167,7 +167,7 @@ class GRPOConfig:
     """dtype of best/ and final/; with `lora` they hold the adapter, float32, in PEFT's format"""
 
 
-# ====================================================================== mathematics: this block cop
+# ============================================================ mathematics: this block copies out;
 # it needs `import math`, `import torch` and `from torch import Tensor`.
 
 
@@ -304,7 +304,7 @@ class Run:
     dev_prompts: list[list[int]]
     steps: int  # of the whole run
     settings: dict  # what may not change in a continuation
-    best: dict = field(default_factory=lambda: {"value": -1.0, "step": -1})  # validation, by `BEST`
+    best: dict = field(default_factory=lambda: {"value": -1.0, "step": -1})  # by training.BEST
     history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
 
 

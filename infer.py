@@ -77,7 +77,7 @@ from runs import Progress, check_settings, naming, only_writer, path_with_digest
 @dataclass
 class InferConfig:
     task: Literal["rewrite", "search", "agent"] = "rewrite"
-    """rewrite the turns of conversations, or answer questions in episodes (episode.py)"""
+    """rewrite the turns of conversations, or answer questions in episodes (episodes/episode.py)"""
     model: str = ""
     """Hugging Face folder or hub name of an instruct model, or the folder of a LoRA adapter (PEFT's
     format)"""

@@ -1,4 +1,5 @@
-"""Sampling: two engines with the same methods and results, and the training batch.
+"""Opening a sampling engine, the training batch, the check that the engine has the policy's
+weights.
 
 `TorchEngine` is plain PyTorch over a transformers model; `VLLMEngine` is vLLM in this process.
 Engines see token ids only, and sampled ids are never encoded again.

@@ -481,4 +481,7 @@ def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys)
     assert ends_with(Collapsed("the reward fell")) == {"status": 3, "reason": "error: the reward fell", "rank": "0"}
     assert ends_with(SystemExit(143))["status"] == 143
     assert ends_with(ConfigError("lr"))["status"] == 2
+    with pytest.raises(SystemExit):
+        config.run(Output, lambda cfg: None, [f"out={tmp_path}", "lrr=1"], status_file="exit.json")
+    assert "unknown key lrr" in json.loads((tmp_path / "exit.json").read_text())["reason"]
     assert ends_with(None) is None  # a run that ends well leaves none, of an earlier one neither
