@@ -262,3 +262,17 @@ def test_a_nan_log_probability_stays_one():
     """It is a fault, which the gradient's norm shows; nothing hides it."""
     nan, one = torch.tensor([[math.nan]]), torch.tensor([[-1.0]])
     assert low_var_kl(nan, one).isnan().all() and clipped_policy_loss(nan, one, torch.ones(1), 0.2)[0].isnan().all()
+
+
+def test_the_example_in_the_readme_is_what_the_functions_give():
+    from pathlib import Path
+
+    from reward import rank_incentive
+
+    lines = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[lines.index(next(
+        line for line in lines if line.startswith("| the rewrite"))) + 2:][:4]]
+    rewards = [rank_incentive(1), rank_incentive(12), rank_incentive(None), -0.1]
+    assert [float(row[2]) for row in rows] == [round(r, 2) for r in rewards]
+    found = group_advantages(torch.tensor(rewards), torch.zeros(4))
+    assert [float(row[3]) for row in rows] == [round(a, 2) for a in found.tolist()]
