@@ -230,11 +230,14 @@ def make_examples(
 
     DataError if none is left.
     """
-    make = trajectory_example if agentic else turn_example
     examples, dropped = [], Counter()
+    make, how = trajectory_example, ()
+    if not agentic:
+        instruction, eos_id = read_instruction(cfg.instruction), eos_token_ids(tokenizer)[0]
+        make, how = turn_example, (cfg.target, instruction, eos_id)
     for record in records:
         try:
-            made = make(record, tokenizer, cfg)
+            made = make(record, tokenizer, *how)
         except DataError as e:
             raise DataError(f"{path}: {e}") from e
         if isinstance(made, str):
@@ -260,21 +263,20 @@ def make_examples(
     return examples, dropped
 
 
-def turn_example(turn: Turn, tokenizer, cfg) -> Example | str:
-    """The row of a turn (zero-shot prompt, target, EOS), or why it has none."""
-    target = turn.response
-    if cfg.target == "rewrite":
-        target = human_response(turn.question, turn.rewrite) if turn.rewrite else ""
-    if not (target or "").strip() or (cfg.target == "rewrite" and not turn.rewrite.strip()):
-        return f"without {cfg.target}"
-    chat = rewrite_prompt(turn, read_instruction(cfg.instruction))
-    tokens, mask = encode_example(
-        tokenizer, encode_chat(tokenizer, chat), target, eos_token_ids(tokenizer)[0]
-    )
+def turn_example(turn: Turn, tokenizer, kind: str, instruction: str, eos_id: int) -> Example | str:
+    """The row of a turn (zero-shot prompt, target, EOS), or why it has none; `kind` of target:
+    `response` or `rewrite`."""
+    target = (turn.response if kind == "response" else turn.rewrite) or ""
+    if not target.strip():
+        return f"without {kind}"
+    if kind == "rewrite":
+        target = human_response(turn.question, target)
+    prompt_ids = encode_chat(tokenizer, rewrite_prompt(turn, instruction))
+    tokens, mask = encode_example(tokenizer, prompt_ids, target, eos_id)
     return Example(tokens, mask, turn.conversation_id, parse_response(target).well_formed)
 
 
-def trajectory_example(row: dict, tokenizer, cfg) -> Example | str:
+def trajectory_example(row: dict, tokenizer) -> Example | str:
     """The row of a trajectory, in which the assistant's turns are trained, or why it has none."""
     if row.get("error"):
         return "failed for a technical reason"

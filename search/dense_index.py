@@ -390,7 +390,8 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 
 
 class VectorRetriever:
-    """Inner-product search over an index; `encode_queries` is the subclass's. Safe among threads.
+    """Inner-product search over an index; `encode_queries`, (Q, D) float32 on the
+    CPU, is the subclass's. Safe among threads.
 
     Exact, on `device`. With `across`, in a process group, every rank holds its share of the shards,
     and `search` and `gold_ranks` are collectives: all ranks call them at the same time, each with
@@ -416,10 +417,6 @@ class VectorRetriever:
             self.first, shards = sum(map(len, shards[:first])), shards[first:last]
         self.shards = place(shards, device) if faiss is None else shards
         self.cut_queries, self.cut_passages = 0, index.cut_passages  # longer than the encoder reads
-
-    def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        """(Q, D) float32 on the CPU; adds to `cut_queries`."""
-        raise NotImplementedError
 
     @cached_property
     def _order(self) -> Tensor:
