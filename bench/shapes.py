@@ -1,6 +1,6 @@
 """What the benchmarks share: model shapes with random weights, a tokenizer, the card's limits, the form of results.
 
-Shapes are Qwen2's (tied embeddings), as the peer's script has them; N counts the embedding once, because the tied head
+Shapes are Qwen2's (tied embeddings but for the 7B), as the peer's script has them; N counts the embedding once, because the tied head
 uses it in every trained token.
 """
 
@@ -33,6 +33,8 @@ SHAPES = {
                  intermediate_size=8960, vocab_size=151936),
     "3b": dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
                intermediate_size=11008, vocab_size=151936),
+    "7b": dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+               intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False),
 }
 BF16_FLOPS = 989e12  # dense bf16 of the H100's and H200's data sheets: every MFU here is a share of it
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second, data sheets
@@ -41,8 +43,8 @@ WORDS = 2000  # of the tokenizer; the model's other ids decode to nothing
 
 def model_config(shape: str) -> Qwen2Config:
     """The config of a named shape."""
-    return Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=WORDS + 1,
-                       pad_token_id=WORDS, bos_token_id=None)
+    ends = dict(eos_token_id=WORDS + 1, pad_token_id=WORDS, bos_token_id=None)
+    return Qwen2Config(**{"tie_word_embeddings": True} | SHAPES[shape] | ends, max_position_embeddings=4096)
 
 
 def random_lm(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
