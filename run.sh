@@ -69,7 +69,7 @@ EOF
 tests() {
   setup requirements-test.txt
   say "tests"
-  "$VENV/bin/python" -m pytest tests -q -p no:cacheprovider --durations=10 "$@"
+  "$VENV/bin/python" -m pytest tests -q -p no:cacheprovider -n auto --maxprocesses 4 --durations=10 "$@"
 }
 
 case "${1:-}" in
