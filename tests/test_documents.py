@@ -9,9 +9,8 @@ from official import make, put
 from test_questions import by_id, golds, jsonl
 from tiny import tiny_tokenizer
 
-from data import DataError, read_corpus
+from data import DataError, one_line, read_corpus
 from sources import documents
-from sources.files import squeeze
 
 
 def slow_spans(text, starts, size, overlap):
@@ -337,7 +336,7 @@ def test_multihoprag_without_context_and_whole_documents(tmp_path):
         dev_percent=40,
     )
     assert [(p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == [
-        (squeeze(a["title"]), a["body"]) for a in ARTICLES
+        (one_line(a["title"]), a["body"]) for a in ARTICLES
     ]
     assert (
         result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4
