@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, 
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
-from sources.files import ENCODE, SPLITS, Row, make_once, make_public, sha256
+from sources.files import SPLITS, Row, make_once, make_public, sha256
 
 # --------------------------------------------------------------------------------------- demo
 
@@ -252,7 +253,7 @@ def turn_row(turn: Turn, index: int, cfg: ParquetConfig) -> dict:
             "answer": turn.answer or "",
             "question": turn.question,
             "query_id": turn.query_id,
-            "record": ENCODE(turn.record()),
+            "record": json.dumps(turn.record(), ensure_ascii=False),
         },
     }
 
@@ -261,7 +262,7 @@ def question_row(question: Question, index: int, cfg: ParquetConfig) -> dict:
     """Search-R1's and ReSearch's row: a question column, and the question alone as the prompt."""
     golds = question.golden_answers
     truth = {"target": golds} if cfg.answers == "target" else golds
-    info = {"id": question.id, "metadata": ENCODE(question.metadata)}
+    info = {"id": question.id, "metadata": json.dumps(question.metadata, ensure_ascii=False)}
     return {
         "data_source": cfg.data_source,
         "question": question.question,

@@ -7,12 +7,12 @@ turn's human rewrite goes to `rewrite`, other published rewrites beside it.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Iterator, Literal
+from typing import Iterator
 
 from data import DataError, Turn, as_text, one_line, read_lines
 from runs import atomic_write
@@ -29,11 +29,6 @@ from sources.files import (
 )
 
 
-def write_turns(build: Build, names: tuple[str, ...], turns: Iterator[tuple[str, Turn]]) -> None:
-    """(split, turn) pairs, whose gold passages all have grade 1."""
-    build.write_splits(names, ((s, turn, dict.fromkeys(turn.gold_ids, 1)) for s, turn in turns))
-
-
 # ------------------------------------------------------------------------------------- topiocqa
 
 
@@ -44,8 +39,7 @@ def topiocqa(cfg: DevConfig, build: Build) -> None:
     TSV's. The T5 rewrites of retriever/rewrites_t5_qrecc/, where they lie there, go to
     `t5_rewrite`.
     """
-    write_turns(
-        build,
+    build.write_splits(
         cfg.splits(),
         (
             (cfg.split(split, turn.conversation_id), turn)
@@ -67,7 +61,7 @@ def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
     """The turns of an official split, whose files go row by row."""
     keys = (f"{split}_{what}" for what in ("turns", "golds", "rewrites"))
     files = [paths[key] for key in keys if key in paths]
-    for row, *beside in zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
+    for row, *beside in itertools.zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
         place = [as_text(row.get(key)) for key in ("Conversation_no", "Turn_no")]
         if any(
             [as_text(other.get(key)) for key in ("conv_id", "turn_id")] != place for other in beside
@@ -134,7 +128,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     build.check_golds([raw for raw, number in numbers.items() if not number])
     for _, turn in turns:
         turn.gold_ids = [numbers[raw] for raw in turn.gold_ids if numbers[raw]]
-    write_turns(build, cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
+    build.write_splits(cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
 
 
 def qrecc_members(names: list[str]) -> list[str]:
@@ -233,7 +227,7 @@ def canard(cfg: PublicConfig, build: Build) -> None:
                     rewrite=row.line("Rewrite"),
                 )
                 turns.append((ten_split(article), turn))
-    write_turns(build, SPLITS, turns)
+    build.write_splits(SPLITS, turns)
     build.write_corpus(
         {"id": key, "title": title, "text": text} for (title, text), key in passages.items()
     )
@@ -287,7 +281,7 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
             )
     build.counts["conversations"] = len(numbers)
     turns.sort(key=lambda turn: (turn.extra["domain"], int(turn.conversation_id)))
-    write_turns(build, SPLITS, ((ten_split(turn.conversation_id), turn) for turn in turns))
+    build.write_splits(SPLITS, ((ten_split(turn.conversation_id), turn) for turn in turns))
     build.write_corpus(mtrag_passages(build), 366_459)
 
 
@@ -315,55 +309,53 @@ class CastConfig(PublicConfig):
     """lowest grade of a gold passage or document; the qrels keep the official grades"""
 
 
-@dataclass
-class Cast20Config(CastConfig):
-    """`prepare.py cast20`"""
+def cast(cfg: CastConfig, build: Build) -> None:
+    """TREC CAsT: the judged turns as test, with manual rewrites and the official grades.
 
-    responses: Literal["automatic", "manual"] = "automatic"
-    """whose canonical passages are the answers in the contexts"""
-
-
-def cast19(cfg: CastConfig, build: Build) -> None:
-    """TREC CAsT 2019: manual rewrites, graded qrels, MS MARCO and TREC CAR; no answers."""
-    rewrites = {key: one_line(text) for key, text in tab_pairs(build.paths["rewrites"])}
-    turns = [turn for turn, _ in cast_turns(build.paths["topics"])]
-    for turn in turns:
-        turn.rewrite = rewrites.get(turn.query_id)
-    write_cast(cfg, build, turns, cast_passages(build, {}))
-
-
-def cast20(cfg: Cast20Config, build: Build) -> None:
-    """TREC CAsT 2020: as cast19, with the canonical passage of each turn as its answer."""
-    manual = {turn.query_id: row for turn, row in cast_turns(build.paths["manual"])}
-    turns, answer_of = [], {}
-    for turn, row in cast_turns(build.paths["topics"]):
-        if turn.query_id not in manual:
-            raise row.error(f"turn {turn.turn} is not in {build.paths['manual']}; fetch both again")
-        other = manual[turn.query_id]
-        turn.rewrite = other.line("manual_rewritten_utterance")
-        turn.extra = {"automatic_rewrite": row.line("automatic_rewritten_utterance")}
-        canonical = row if cfg.responses == "automatic" else other
-        turn.answer = canonical.text(f"{cfg.responses}_canonical_result_id")
-        turns.append(turn)
-    texts = dict.fromkeys((turn.answer for turn in turns), "")
-    build.golds |= texts.keys()
-    write_cast(cfg, build, turns, cast_passages(build, texts), texts)
-
-
-def cast21(cfg: CastConfig, build: Build) -> None:
-    """TREC CAsT 2021: MS MARCO documents, KILT, the Washington Post; its qrels judge documents.
-
-    Passage ids are DOCUMENT-N, as in the track's runs; gold_ids are documents, since passage
-    numbers differed between versions of the splitter. `evaluate.py documents=true` scores a
-    document by its best passage.
+    2019 and 2020 have the passages of MS MARCO and TREC CAR; a turn's answer is none in 2019 and in
+    2020 its automatic canonical passage. 2021 judges documents of MS MARCO, KILT and the Washington
+    Post: passage ids are DOCUMENT-N, gold_ids documents (`evaluate.py documents=true`).
     """
-    turns = []
-    for turn, row in cast_turns(build.paths["topics"]):
-        turn.answer = row.line("passage")
-        turn.rewrite = row.line("manual_rewritten_utterance")
-        turn.extra = {"automatic_rewrite": row.line("automatic_rewritten_utterance")}
-        turns.append(turn)
-    write_cast(cfg, build, turns, cast21_passages(build))
+    paths, judged = build.paths, defaultdict(dict)
+    for number, line in read_lines(paths["qrels"]):
+        columns = line.split()
+        if len(columns) != 4 or not re.fullmatch(r"-?\d+", columns[3]):
+            raise DataError(
+                f"{paths['qrels']}:{number}: {line[:80]!r}; query, 0, passage and grade are expected"
+            )
+        judged[columns[0]][columns[2]] = int(columns[3])
+    golds = {
+        key: [passage for passage, grade in grades.items() if grade >= cfg.relevant_from]
+        for key, grades in judged.items()
+    }
+    build.golds.update(*golds.values())
+    turns = [turn for turn, _ in cast_turns(paths["topics"])]
+    build.counts["turns"] = len(turns)
+    if "rewrites" in paths:
+        rewrites = {key: one_line(text) for key, text in tab_pairs(paths["rewrites"])}
+        for turn in turns:
+            turn.rewrite = rewrites.get(turn.query_id)
+    if "canonical" in paths:
+        canonical = {
+            turn.query_id: row.text("automatic_canonical_result_id")
+            for turn, row in cast_turns(paths["canonical"])
+        }
+        texts = dict.fromkeys(canonical.values(), "")  # filled in as the corpus is written
+        build.golds |= texts.keys()
+        build.write_corpus(cast_passages(build, texts), 38_600_000)
+        for turn in turns:
+            turn.answer = texts[canonical[turn.query_id]] or None
+    else:
+        passages = cast_passages(build, {}) if "car" in paths else cast_documents(build)
+        build.write_corpus(passages, 40_000_000)
+    contexts = defaultdict(list)
+    for turn in turns:
+        context = contexts[turn.conversation_id]
+        turn.context, turn.gold_ids = list(context), golds.get(turn.query_id, [])
+        context.append((turn.question, turn.answer or ""))
+    kept = [("test", turn) for turn in turns if turn.query_id in judged]
+    build.write_splits(("test",), kept, judged)
+    build.check("judged turns that are in the topics", len(kept), len(judged))
 
 
 def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
@@ -374,7 +366,25 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
         if len(by_turn) < len(rows):
             raise topic.error(f"topic {number} has two turns of one number; fetch the file again")
         for turn, row in sorted(by_turn.items()):
-            yield Turn(f"{number}_{turn}", number, turn, [], row.line("raw_utterance"), []), row
+            known = {key: row.line(key) for key in row if key.endswith("utterance")}
+            yield (
+                Turn(
+                    f"{number}_{turn}",
+                    number,
+                    turn,
+                    [],
+                    row.line("raw_utterance"),
+                    [],
+                    answer=row.line("passage") if "passage" in row else None,
+                    rewrite=known.get("manual_rewritten_utterance"),
+                    extra={
+                        "automatic_rewrite": text
+                        for key, text in known.items()
+                        if key == "automatic_rewritten_utterance"
+                    },
+                ),
+                row,
+            )
 
 
 def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
@@ -388,8 +398,7 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
             from trec_car.read_data import iter_paragraphs
         except ImportError as e:
             raise DataError(
-                f"{build.paths['car']}: TREC CAR's format is read by its authors' package; pip "
-                "install trec-car-tools"
+                f"{build.paths['car']} is read by TREC CAR's package: pip install trec-car-tools"
             ) from e
         with open(build.paths["car"], "rb") as f:
             for paragraph in iter_paragraphs(f):
@@ -406,15 +415,15 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
         yield {"id": key, "contents": text}
 
 
-def cast21_passages(build: Build) -> Iterator[dict]:
-    """The JSONL files of the track's tool, a document a line, without the duplicates it lists."""
+def cast_documents(build: Build) -> Iterator[dict]:
+    """Passages of the track's own tool, a document a line, without the duplicates it lists."""
     files = sorted(glob.glob(os.path.join(glob.escape(build.cfg.source), "passages", "*.jsonl")))
     if not files:
         raise DataError(
             f"source={build.cfg.source}: the passages are missing:\n{build.known['passages']}"
         )
     left_out = {f"MARCO_{key}" for key in duplicates(build)}
-    for row in (row for file in files for row in json_rows(file)):
+    for row in itertools.chain.from_iterable(map(json_rows, files)):
         document, title = row.text("id"), row.line("title")
         collection = document.partition("_")[0]
         if collection not in ("MARCO", "KILT", "WAPO"):
@@ -432,46 +441,10 @@ def cast21_passages(build: Build) -> Iterator[dict]:
 
 
 def duplicates(build: Build) -> set[str]:
-    """What the track's list of duplicates has behind the passage or document that is kept."""
+    """What the track's list has behind the passage or document that is kept."""
     path = build.paths.get("duplicates")
     lines = (line for _, line in read_lines(path)) if path else ()
     return {key.strip() for line in lines for key in line.partition(":")[2].split(",")}
-
-
-def write_cast(
-    cfg: CastConfig,
-    build: Build,
-    turns: list[Turn],
-    passages: Iterator[dict],
-    answers: dict[str, str] | None = None,
-) -> None:
-    """The corpus, and the judged turns with their history as test; qrels have the official grades.
-
-    `answers`: filled by `passages`, the text of what `turn.answer` names.
-    """
-    path, judged = build.paths["qrels"], defaultdict(dict)
-    for number, line in read_lines(path):
-        columns = line.split()
-        if len(columns) != 4 or not re.fullmatch(r"-?\d+", columns[3]):
-            raise DataError(
-                f"{path}:{number}: {line[:80]!r}; query, 0, passage and grade are expected"
-            )
-        judged[columns[0]][columns[2]] = int(columns[3])
-        if int(columns[3]) >= cfg.relevant_from:
-            build.golds.add(columns[2])
-    build.counts["turns"] = len(turns)
-    build.write_corpus(passages, 40_000_000)
-    contexts = defaultdict(list)
-    for turn in turns:
-        if answers is not None:
-            turn.answer = answers[turn.answer] or None
-        context, grades = contexts[turn.conversation_id], judged.get(turn.query_id, {})
-        turn.context = list(context)
-        turn.gold_ids = [key for key, grade in grades.items() if grade >= cfg.relevant_from]
-        context.append((turn.question, turn.answer or ""))
-    kept = [turn for turn in turns if turn.query_id in judged]
-    build.write_splits(("test",), (("test", turn, judged[turn.query_id]) for turn in kept))
-    build.check("judged turns that are in the topics", len(kept), len(judged))
 
 
 SETS = {
@@ -479,7 +452,7 @@ SETS = {
     "qrecc": (DevConfig, qrecc),
     "canard": (PublicConfig, canard),
     "mtrag": (PublicConfig, mtrag),
-    "cast19": (CastConfig, cast19),
-    "cast20": (Cast20Config, cast20),
-    "cast21": (CastConfig, cast21),
+    "cast19": (CastConfig, cast),
+    "cast20": (CastConfig, cast),
+    "cast21": (CastConfig, cast),
 }

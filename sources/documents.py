@@ -17,6 +17,7 @@ from typing import Annotated, Any, Callable, Iterator
 
 from config import at_least
 from data import DataError, Question, one_line
+from runs import write_jsonl
 from sources.files import (
     Build,
     DevConfig,
@@ -24,7 +25,7 @@ from sources.files import (
     json_rows,
     make_once,
     sha256,
-    write_corpus,
+    with_progress,
 )
 from sources.questions import golden, title_and_text
 
@@ -170,7 +171,7 @@ def chunk(cfg: ChunkConfig) -> dict:
                     yield {"id": f"{cfg.prefix}{counts['passages']}", **passage}
                     counts["passages"] += 1
 
-        write_corpus(f"{folder}/corpus.jsonl", passages())
+        write_jsonl(f"{folder}/corpus.jsonl", with_progress(passages()))
         return dict(counts)
 
     return make_once(cfg, {"command": "chunk", "config": config}, fill)
@@ -216,16 +217,14 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     counts["questions"] = len(rows)
     random.Random(42).shuffle(rows)
 
-    def judged() -> Iterator[tuple[str, Question, dict[str, int]]]:
-        for place, (number, row) in enumerate(rows):
-            evidence = row.rows("evidence_list")
-            metadata = {"type": row.text("question_type"), "evidence_list": evidence}
-            key, answers = f"multihoprag-{number}", golden([row.text("answer")], row)
-            official = "test" if place < cfg.test_questions else "train"
-            question = Question(key, row.line("query"), answers, metadata)
-            yield cfg.split(official, key), question, relevant(evidence, articles, counts)
-
-    build.write_splits(cfg.splits(), judged(), "questions")
+    splits, judged = [], {}
+    for place, (number, row) in enumerate(rows):
+        key, evidence = f"multihoprag-{number}", row.rows("evidence_list")
+        metadata = {"type": row.text("question_type"), "evidence_list": evidence}
+        question = Question(key, row.line("query"), golden([row.text("answer")], row), metadata)
+        splits.append((cfg.split("test" if place < cfg.test_questions else "train", key), question))
+        judged[key] = relevant(evidence, articles, counts)
+    build.write_splits(cfg.splits(), splits, judged)
 
 
 def relevant(evidence: list[Row], articles: dict[str, Article], counts: Counter) -> dict[str, int]:

@@ -39,11 +39,10 @@ from data import (
     read_jsonl,
     read_lines,
 )
-from runs import Progress, atomic_folder, atomic_write, only_writer
+from runs import Progress, atomic_folder, atomic_write, only_writer, write_jsonl
 
 SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
-ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 # -------------------------------------------------------------------------------- output folders
@@ -200,19 +199,17 @@ class Build:
         for key in [key for key in self.unchecked if key in keys]:
             dev = key.replace("train", "dev")
             found = self.counts[key] + (0 if dev in self.known["counts"] else self.counts[dev])
-            why = "; ".join([CUT_OFF, *filter(None, [self.known.get("remarks", {}).get(key)])])
-            self.check(key, found, self.unchecked.pop(key), why)
+            self.check(key, found, self.unchecked.pop(key))
 
     def write_corpus(self, passages: Iterable[dict], total: int = 0) -> None:
         """corpus.jsonl, streamed; then compare with the published counts and `golds`."""
 
         def watched() -> Iterator[dict]:
-            for passage in passages:
+            for passage in with_progress(passages, total or self.unchecked.get("passages", 0)):
                 self.golds.discard(passage["id"])
                 yield passage
 
-        total = total or self.unchecked.get("passages", 0)
-        self.counts["passages"] = write_corpus(f"{self.folder}/corpus.jsonl", watched(), total)
+        self.counts["passages"] = write_jsonl(f"{self.folder}/corpus.jsonl", watched())
         self.check_counts(self.counts)
         self.check_golds(self.golds)
 
@@ -223,41 +220,40 @@ class Build:
     def write_splits(
         self,
         names: Collection[str],
-        rows: Iterable[tuple[str, Turn | Question, dict[str, int]]],
-        kind: str = "turns",
+        rows: Iterable[tuple[str, Turn | Question]],
+        judged: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        """`{split}.jsonl` and, where judged, `.qrels` of (split, record, passage → grade) rows."""
-        seen: set[str] = set()
-        judged: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
-        conversations: dict[str, set[str]] = {name: set() for name in names}
-        for name in names:
-            self.counts[f"{name}_{kind}"] = 0
-        with contextlib.ExitStack() as stack:
-            files = {
-                name: stack.enter_context(atomic_write(f"{self.folder}/{name}.jsonl"))
-                for name in names
-            }
-            for name, record, grades in rows:
-                key = item_id(record)
-                if key in seen:
-                    raise DataError(f"id {key!r} occurs a second time; {CUT_OFF}")
-                seen.add(key)
-                files[name].write(ENCODE(record.record()) + "\n")
-                self.counts[f"{name}_{kind}"] += 1
-                if grades:
-                    judged[name][key] = grades
-                if isinstance(record, Turn):
-                    self.golds.update(record.gold_ids)
-                    conversations[name].add(record.conversation_id)
-        for name, graded in judged.items():
-            if kind == "turns":
-                self.counts[f"{name}_conversations"] = len(conversations[name])
-            else:
-                self.counts[f"{name}_judged"] = len(graded)
-            if graded:
+        """`{split}.jsonl` of (split, record) rows and, where any is judged, `{split}.qrels`.
+
+        `judged`: id of a record → passage → grade; by default the turns' gold passages, grade 1.
+        """
+        splits: dict[str, dict[str, Turn | Question]] = {name: {} for name in names}
+        kinds, seen = set(), set()
+        for name, record in rows:
+            key = item_id(record)
+            if key in seen:
+                raise DataError(f"id {key!r} occurs a second time; {CUT_OFF}")
+            seen.add(key)
+            kinds.add(type(record))
+            splits[name][key] = record
+        for name, records in splits.items():
+            write_jsonl(f"{self.folder}/{name}.jsonl", (r.record() for r in records.values()))
+            grades = judged
+            if judged is None:
+                grades = {key: dict.fromkeys(turn.gold_ids, 1) for key, turn in records.items()}
+            grades = {key: grades[key] for key in records if grades.get(key)}
+            if grades:
                 with atomic_write(f"{self.folder}/{name}.qrels") as f:
-                    for key, grades in graded.items():
-                        f.writelines(f"{key} 0 {p} {grade}\n" for p, grade in grades.items())
+                    for key, passages in grades.items():
+                        f.writelines(f"{key} 0 {p} {grade}\n" for p, grade in passages.items())
+            if kinds == {Turn}:
+                conversations = {turn.conversation_id for turn in records.values()}
+                self.counts[f"{name}_turns"] = len(records)
+                self.counts[f"{name}_conversations"] = len(conversations)
+                self.golds.update(*(turn.gold_ids for turn in records.values()))
+            else:
+                self.counts[f"{name}_questions"] = len(records)
+                self.counts[f"{name}_judged"] = len(grades)
         self.check_counts(self.counts)
 
 
@@ -279,16 +275,12 @@ def make_public(name: str, write: Callable[[Any, Build], None], cfg: PublicConfi
     return make_once(cfg, made, fill)
 
 
-def write_corpus(path: str, passages: Iterable[dict], total: int = 0) -> int:
-    """`passages` as JSONL, streamed with a progress bar; their number."""
-    progress, count = Progress(total, "corpus"), 0
-    with atomic_write(path) as f:
-        for count, passage in enumerate(passages, 1):
-            f.write(ENCODE(passage) + "\n")
-            if count % 5000 == 0:
-                progress.update(5000)
+def with_progress(passages: Iterable[dict], total: int = 0) -> Iterator[dict]:
+    progress = Progress(total, "corpus")
+    for passage in passages:
+        yield passage
+        progress.update(1)
     progress.close()
-    return count
 
 
 def fetch(url: str, path: str) -> None:

@@ -77,17 +77,18 @@ def write_pooled(
 
     A question without text or answer is left out and counted: nothing could be asked or scored.
     """
-    pool, kept = Pool(), []
+    pool, kept, judged = Pool(), [], {}
     for split, (question, paragraphs, golds) in rows:
         if not question.question or not question.golden_answers:
             build.counts["without_question_or_answer"] += 1
             continue
         keys = [pool.add(*paragraph) for paragraph in paragraphs]
         build.counts["questions_without_all_gold"] += bool(paragraphs and not golds)
-        kept.append((split, question, [keys[gold] for gold in golds]))
+        kept.append((split, question))
+        judged[question.id] = [keys[gold] for gold in golds]
     ids = pool.ids(name)
-    judged = ((split, q, {ids[key]: 1 for key in golds}) for split, q, golds in kept)
-    build.write_splits(list(splits), judged, "questions")
+    judged = {key: {ids[gold]: 1 for gold in golds} for key, golds in judged.items()}
+    build.write_splits(list(splits), kept, judged)
     if pool:
         passages = ((key, *pool[hashed]) for hashed, key in ids.items())
         build.write_corpus({"id": i, "title": t, "text": x} for i, t, x in passages)
@@ -312,7 +313,7 @@ def flashrag_row(row: Row) -> Judged:
         answers = [choices[a] for a in answers]
     metadata = row.object("metadata")
     if isinstance(metadata.get("metadata"), dict):  # some copies nest it twice
-        metadata = Row({**metadata, **metadata.pop("metadata")}, row.location)
+        metadata = Row(metadata.pop("metadata") | metadata, row.location)
     paragraphs, golds = flashrag_paragraphs(metadata)
     return Judged(question_of(row, "id", answers, dict(metadata)), paragraphs, golds)
 

@@ -348,7 +348,7 @@ def cast_source(tmp_path, monkeypatch):
                 "number": n,
                 "raw_utterance": f"raw {n}",
                 "manual_rewritten_utterance": f"manual {n}",
-                "automatic_rewritten_utterance": "x",
+                "automatic_rewritten_utterance": f"auto {n}",
                 "manual_canonical_result_id": "MARCO_1",
             }
             for n in (1, 2)
