@@ -305,11 +305,7 @@ class MakeConfig:
     seed: int = 0
     """chooses templates, conversations and the split"""
     train_turns: Annotated[int, at_least(0)] = 300
-    """turns to draw for training; dev and test stay the same whatever their number"""
-    dev_turns: Annotated[int, at_least(0)] = 50
-    """turns to draw for validation"""
-    test_turns: Annotated[int, at_least(0)] = 100
-    """turns for the final figures"""
+    """turns to draw for training, beside 50 of dev and 100 of test, which stay the same"""
 
 
 def main(cfg: MakeConfig) -> dict:
@@ -320,8 +316,8 @@ def main(cfg: MakeConfig) -> dict:
     """
     entities = read_tables(cfg.seed)
     free, held, splits = entities, set(), {}
-    for name in ("test", "dev", "train"):  # test first: it never moves
-        turns, taken = draw_split(name, getattr(cfg, f"{name}_turns"), free, cfg.seed)
+    for name, count in {"test": 100, "dev": 50, "train": cfg.train_turns}.items():
+        turns, taken = draw_split(name, count, free, cfg.seed)
         free = [entity for entity in free if entity not in taken]
         for turn in turns:
             turn.gold_ids = [gold for gold in turn.gold_ids if gold not in held]

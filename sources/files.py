@@ -376,14 +376,12 @@ def json_rows(path: str, members: Callable[[list[str]], list[str]] = sorted) -> 
     `members(names)`: which of the archive's files, and in which order.
     """
     if path.endswith(".zip"):
-        yield from zip_rows(path, members)
-        return
+        return zip_rows(path, members)
     with open_input(path) as f:
         array = f.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     if array:
-        yield from (Row(row, location) for location, row in read_array(path))
-    else:
-        yield from (Row(row, f"{path}:{number}") for number, row in read_jsonl(path))
+        return (Row(row, location) for location, row in read_array(path))
+    return (Row(row, f"{path}:{number}") for number, row in read_jsonl(path))
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
@@ -400,10 +398,10 @@ def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[R
         raise DataError(f"{path}: {e}; the archive is broken or incomplete, fetch it again") from e
 
 
-def table_rows(path: str, delimiter: str = "\t") -> Iterator[Row]:
-    """The lines of a CSV or TSV file below its header; fields may be quoted."""
+def table_rows(path: str) -> Iterator[Row]:
+    """The lines of a TSV file below its header; fields may be quoted."""
     csv.field_size_limit(1 << 26)
-    reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter=delimiter)
+    reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter="\t")
     try:
         header = [one_line(name) for name in next(reader, [])]
         for cells in reader:

@@ -22,7 +22,6 @@ from sources.files import (
     PublicConfig,
     Row,
     json_rows,
-    table_rows,
 )
 
 # ---------------------------------------------------------------------------- pools of paragraphs
@@ -222,23 +221,7 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
     write_multihop(cfg, build, judge)
 
 
-# ------------------------------------------------------------------------------ bamboogle, wiki18
-
-
-def bamboogle(cfg: PublicConfig, build: Build) -> None:
-    """Bamboogle: 125 questions and their answers, no paragraphs; search `wiki18` for them.
-
-    Ids are FlashRAG's, `bamboogle-test_N`. Where the sheet turned a date or an accent into
-    something else ("22-Apr-04", "Tem??r"), it stays so: papers score FlashRAG's file (`prepare.py
-    flashrag`).
-    """
-    rows = []
-    for number, row in enumerate(table_rows(build.paths["questions"], ",")):
-        answers = [row.line(name) for name in row if name.startswith("Answer")]
-        question = Question(f"bamboogle-test_{number}", row.line("Question"), golden(answers, row))
-        rows.append(("test", Judged(question)))
-    write_pooled(build, "bamboogle", ["test"], rows)
-    build.counts["questions"] = build.counts["test_questions"]
+# ----------------------------------------------------------------------------------------- wiki18
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
@@ -286,8 +269,8 @@ def flashrag(cfg: FlashragConfig, build: Build) -> None:
     """Any data set in FlashRAG's form: train, dev and test.jsonl with the paragraphs in metadata.
 
     HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each
-    hop; other sets come out as questions alone. HotpotQA's dev file is the fullwiki one, whose
-    paragraphs often miss a gold (`prepare.py hotpotqa` has them all).
+    hop; other sets (Bamboogle, NQ, …) come out as questions alone. HotpotQA's dev file is the
+    fullwiki one, whose paragraphs often miss a gold (`prepare.py hotpotqa` has them all).
     """
     if not build.paths:
         raise DataError(
@@ -348,7 +331,6 @@ SETS = {
     "musique": (MultihopConfig, musique),
     "hotpotqa": (MultihopConfig, hotpotqa),
     "2wiki": (MultihopConfig, twowiki),
-    "bamboogle": (PublicConfig, bamboogle),
     "wiki18": (PublicConfig, wiki18),
     "flashrag": (FlashragConfig, flashrag),
 }
