@@ -171,26 +171,18 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
 
+    def read_on() -> bool:
+        nonlocal text
+        more = f.read(max(block, len(text)))
+        text += more
+        return bool(more)
+
     def next_sign() -> str:
         """The next character that is not white space; `text` begins with it."""
         nonlocal text
-        while not (text := text.lstrip(" \t\r\n")) and (text := f.read(block)):
+        while not (text := text.lstrip(" \t\r\n")) and read_on():
             pass
         return text[:1]
-
-    def decode(location: str) -> tuple[dict, int]:
-        """The object that `text` begins with, read on to its end, and its length."""
-        nonlocal text
-        while True:
-            try:
-                return decoder.raw_decode(text)
-            except (ValueError, RecursionError) as e:
-                more = f.read(max(block, len(text))) if len(text) <= 1 << 26 else ""
-                if not more:
-                    raise DataError(
-                        f"{location}: broken or cut off ({e}); fetch the file again"
-                    ) from e
-                text += more
 
     try:
         with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
@@ -204,7 +196,15 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
                 location = f"{path}: object {number}"
                 if text[:1] != "{":
                     raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}")
-                value, end = decode(location)
+                while True:
+                    try:
+                        value, end = decoder.raw_decode(text)
+                        break
+                    except (ValueError, RecursionError) as e:
+                        if len(text) > 1 << 26 or not read_on():
+                            raise DataError(
+                                f"{location}: broken or cut off ({e}); fetch the file again"
+                            ) from e
                 yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
                 text = text[end:]
                 if next_sign() not in (",", "]"):

@@ -35,41 +35,32 @@ from sources.files import (
 def topiocqa(cfg: DevConfig, build: Build) -> None:
     """TopiOCQA from the five official files; its dev set, which the papers test on, becomes test.
 
-    The gold is the first positive passage alone; ` [SEP] ` in a title becomes a space; ids are the
-    TSV's. The T5 rewrites of retriever/rewrites_t5_qrecc/, where they lie there, go to
-    `t5_rewrite`.
+    The gold is the first positive passage alone; ids are the TSV's. The T5 rewrites, where they lie
+    there, go to `t5_rewrite`.
     """
-    build.write_splits(
-        cfg.splits(),
-        (
-            (cfg.split(split, turn.conversation_id), turn)
-            for split in ("train", "dev")
-            for turn in topiocqa_turns(build.paths, split)
-        ),
-    )
-    build.write_corpus(
-        {
-            "id": row.text("id"),
-            "title": row.text("title").replace(" [SEP] ", " "),
-            "text": row.text("text"),
-        }
-        for row in table_rows(build.paths["passages"])
-    )
+    turns = [t for split in ("train", "dev") for t in topiocqa_turns(cfg, build.paths, split)]
+    build.write_splits(cfg.splits(), turns)
+
+    def passages() -> Iterator[dict]:
+        for row in table_rows(build.paths["passages"]):
+            title = row.text("title").replace(" [SEP] ", " ")
+            yield {"id": row.text("id"), "title": title, "text": row.text("text")}
+
+    build.write_corpus(passages())
 
 
-def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
-    """The turns of an official split, whose files go row by row."""
+def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterator[tuple[str, Turn]]:
+    """(split, turn) of an official split, whose files go row by row."""
     keys = (f"{split}_{what}" for what in ("turns", "golds", "rewrites"))
     files = [paths[key] for key in keys if key in paths]
     for row, *beside in itertools.zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
         place = [as_text(row.get(key)) for key in ("Conversation_no", "Turn_no")]
-        if any(
-            [as_text(other.get(key)) for key in ("conv_id", "turn_id")] != place for other in beside
-        ):
-            raise row.error(
-                f"conversation and turn {place} are not those of this row in the other files, which "
-                f"go row by row; fetch them again: {', '.join(files)}"
-            )
+        for other in beside:
+            if [as_text(other.get(key)) for key in ("conv_id", "turn_id")] != place:
+                raise row.error(
+                    f"conversation and turn {place} are not those of this row in the other files, "
+                    f"which go row by row; fetch them again: {', '.join(files)}"
+                )
         turn, context = row.number("Turn_no"), row.texts("Context")
         if len(context) != 2 * (turn - 1):
             raise row.error(
@@ -80,7 +71,7 @@ def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
             raise beside[0].error("no positive passage; every published turn has one")
         extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
         conversation = f"topiocqa-{split}_{row.text('Conversation_no')}"
-        yield Turn(
+        record = Turn(
             f"{conversation}_{turn}",
             conversation,
             turn,
@@ -90,6 +81,7 @@ def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
             answer=row.text("Answer"),
             extra=extra | {"t5_rewrite": other.text("question") for other in beside[1:]},
         )
+        yield cfg.split(split, conversation), record
 
 
 # ---------------------------------------------------------------------------------------- qrecc
@@ -102,46 +94,44 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     id of passage n. A turn without gold is not written but stays in later contexts. Blank passages
     are kept.
     """
-    counts = build.counts
-    turns = []
-    numbers: dict[str, str] = {}  # raw id → passage id, of gold passages alone
+    turns, counts, numbers = [], build.counts, {}  # numbers: gold raw id → passage id
     for split in ("train", "test"):
         for turn in qrecc_turns(build.paths[f"{split}_turns"], split):
             turns.append((cfg.split(split, turn.conversation_id), turn))
             counts[f"{split}_rows"] += 1
             counts[f"{split}_turns"] += bool(turn.gold_ids)
-            numbers.update(dict.fromkeys(turn.gold_ids, ""))
+            build.golds.update(turn.gold_ids)
     build.check_counts(counts)
+    golds = set(build.golds)
 
     def passages(raw_ids) -> Iterator[dict]:
         for number, row in enumerate(json_rows(build.paths["passages"], qrecc_members)):
             raw, text = row.text("id"), row.text("contents")
-            if raw in numbers:
-                counts["gold raw ids that occur twice"] += bool(numbers[raw])
+            if raw in golds:
+                counts["gold raw ids that occur twice"] += raw in numbers
                 numbers[raw] = str(number)  # the last one, as published
+                build.golds.discard(raw)
             raw_ids.write(raw.replace("\n", " ") + "\n")
             counts["blank_passages"] += not text.strip()
             yield {"id": str(number), "contents": text}
 
     with atomic_write(f"{build.folder}/raw_ids.txt") as raw_ids:
         build.write_corpus(passages(raw_ids))
-    build.check_golds([raw for raw, number in numbers.items() if not number])
     for _, turn in turns:
-        turn.gold_ids = [numbers[raw] for raw in turn.gold_ids if numbers[raw]]
+        turn.gold_ids = [numbers[raw] for raw in turn.gold_ids if raw in numbers]
     build.write_splits(cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
 
 
 def qrecc_members(names: list[str]) -> list[str]:
-    """The archive's JSONL members in the order that numbers the passages: commoncrawl, wayback.
+    """The archive's files in the order that numbers the passages: commoncrawl, then wayback.
 
-    As stored, wayback-backfill where it stands among wayback: so is ConvSearch-R1's numbering.
+    wayback-backfill stays where it stands among wayback: so is ConvSearch-R1's numbering.
     """
-    files = [name for name in names if name.endswith(".jsonl")]
-    wayback = [name for name in files if "wayback" in name]
-    commoncrawl = [name for name in files if "commoncrawl" in name and "wayback" not in name]
-    if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(files):
+    wayback = [name for name in names if "wayback" in name]
+    commoncrawl = [name for name in names if "commoncrawl" in name and "wayback" not in name]
+    if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(names):
         raise DataError(
-            f"passages.zip: {len(files)} JSONL members, {len(commoncrawl)} under commoncrawl and "
+            f"passages.zip: {len(names)} JSONL members, {len(commoncrawl)} under commoncrawl and "
             f"{len(wayback)} under wayback; both are expected and nothing else: fetch it again"
         )
     return commoncrawl + wayback
@@ -287,7 +277,7 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
 
 def mtrag_passages(build: Build) -> Iterator[dict]:
     def members(names: list[str]) -> list[str]:
-        return [n for n in names if n.endswith(".jsonl") and not n.startswith("__MACOSX")]
+        return [name for name in names if not name.startswith("__MACOSX")]
 
     for domain in DOMAINS:
         for row in json_rows(build.paths[f"{domain}_passages"], members):
@@ -366,25 +356,14 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
         if len(by_turn) < len(rows):
             raise topic.error(f"topic {number} has two turns of one number; fetch the file again")
         for turn, row in sorted(by_turn.items()):
-            known = {key: row.line(key) for key in row if key.endswith("utterance")}
-            yield (
-                Turn(
-                    f"{number}_{turn}",
-                    number,
-                    turn,
-                    [],
-                    row.line("raw_utterance"),
-                    [],
-                    answer=row.line("passage") if "passage" in row else None,
-                    rewrite=known.get("manual_rewritten_utterance"),
-                    extra={
-                        "automatic_rewrite": text
-                        for key, text in known.items()
-                        if key == "automatic_rewritten_utterance"
-                    },
-                ),
-                row,
-            )
+            record = Turn(f"{number}_{turn}", number, turn, [], row.line("raw_utterance"), [])
+            if "passage" in row:
+                record.answer = row.line("passage")
+            if "manual_rewritten_utterance" in row:
+                record.rewrite = row.line("manual_rewritten_utterance")
+            if "automatic_rewritten_utterance" in row:
+                record.extra["automatic_rewrite"] = row.line("automatic_rewritten_utterance")
+            yield record, row
 
 
 def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:

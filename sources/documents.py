@@ -13,7 +13,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, Callable, Iterator
+from typing import Annotated, Any, Callable, Iterator, NamedTuple
 
 from config import at_least
 from data import DataError, Question, one_line
@@ -191,9 +191,8 @@ class MultihopragConfig(Cut, DevConfig):
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
-    A passage is relevant when it holds a fact of the evidence, found in the article (by url, else
-    title) with white space left out, as the authors' own evaluation does; of a fact that a cut
-    divides, all parts are. Null questions, answered by "Insufficient information.", have no
+    A passage is relevant when it holds a fact of the evidence, white space left out, as in the
+    authors' own evaluation; of a fact that a cut divides, all parts are. Null questions have no
     evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
     """
     articles: dict[str, Article] = {}  # by url and by title
@@ -204,9 +203,10 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
         for row in json_rows(build.paths["corpus"]):
             title, body = row.line("title"), row.text("body")
             metadata = {k: v for k, v in row.items() if k not in ("title", "body")}
-            article = Article(body)
+            article = Article(letters(body), [])
             for span, passage in cut(title, body, metadata, str(counts["articles"])):
-                article.spans.append((*span, next(ids)))
+                start, end = (len(letters(body[:at])) for at in span)
+                article.spans.append((start, end, next(ids)))
                 yield {"id": article.spans[-1][2], **passage}
             counts["articles"] += 1
             for key in (row.get("url"), title):
@@ -240,23 +240,24 @@ def relevant(evidence: list[Row], articles: dict[str, Article], counts: Counter)
     return dict.fromkeys(itertools.chain(*found), 1) if all(found) else {}
 
 
-class Article:
-    """A document and its passages, in which a sentence is looked up white space aside."""
+def letters(text: str) -> str:
+    return "".join(text.split())
 
-    def __init__(self, body: str):
-        self.places = [i for i, sign in enumerate(body) if not sign.isspace()]
-        self.text = "".join(body[i] for i in self.places)
-        self.spans: list[tuple[int, int, str]] = []  # (start, end, passage id)
+
+class Article(NamedTuple):
+    """A document without its white space, and where its passages stand in that."""
+
+    text: str
+    spans: list[tuple[int, int, str]]  # (start, end, passage id)
 
     def holding(self, fact: str) -> list[str]:
         """Ids of the passages that hold `fact`: the first with all of it, else all with a part."""
-        wanted = "".join(fact.split())
-        at = self.text.find(wanted) if wanted else -1
-        if at < 0:
+        first = self.text.find(letters(fact))
+        last = first + len(letters(fact))
+        if first < 0 or last == first:
             return []
-        first, last = self.places[at], self.places[at + len(wanted) - 1]
-        whole = [key for start, end, key in self.spans if start <= first and last < end]
-        return whole[:1] or [key for start, end, key in self.spans if start <= last and first < end]
+        whole = [key for start, end, key in self.spans if start <= first and last <= end]
+        return whole[:1] or [key for start, end, key in self.spans if start < last and first < end]
 
 
 SETS = {"multihoprag": (MultihopragConfig, multihoprag)}

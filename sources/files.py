@@ -131,7 +131,7 @@ class DevConfig(PublicConfig):
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """Where a conversation or question goes; the official dev set is the papers' test."""
+        """Where a conversation or question goes; an official dev set is the papers' test."""
         if official != "train":
             return "test"
         return "dev" if bucket(key, 100) < self.dev_percent else "train"
@@ -178,8 +178,8 @@ class Build:
                 missing.append(f"\n  {places[0]}  from  {url}{note}")
         if missing:
             raise DataError(
-                f"source={self.cfg.source}: files are missing; fetch them by hand (or with "
-                f"download=true those without a remark):{''.join(missing)}"
+                f"source={self.cfg.source}: files are missing; fetch them by hand, or try "
+                f"download=true:{''.join(missing)}"
             )
         return paths
 
@@ -211,11 +211,8 @@ class Build:
 
         self.counts["passages"] = write_jsonl(f"{self.folder}/corpus.jsonl", watched())
         self.check_counts(self.counts)
-        self.check_golds(self.golds)
-
-    def check_golds(self, missing: Collection[str]) -> None:
-        why = f"for example {min(missing)}: {CUT_OFF}" if missing else ""
-        self.check("gold passages not in the corpus", len(missing), 0, why)
+        why = f"for example {min(self.golds)}: {CUT_OFF}" if self.golds else ""
+        self.check("gold passages not in the corpus", len(self.golds), 0, why)
 
     def write_splits(
         self,
@@ -227,32 +224,27 @@ class Build:
 
         `judged`: id of a record → passage → grade; by default the turns' gold passages, grade 1.
         """
-        splits: dict[str, dict[str, Turn | Question]] = {name: {} for name in names}
-        kinds, seen = set(), set()
-        for name, record in rows:
-            key = item_id(record)
-            if key in seen:
-                raise DataError(f"id {key!r} occurs a second time; {CUT_OFF}")
-            seen.add(key)
-            kinds.add(type(record))
-            splits[name][key] = record
-        for name, records in splits.items():
+        rows = list(rows)
+        ids = Counter(item_id(record) for _, record in rows)
+        if twice := [key for key, count in ids.items() if count > 1]:
+            raise DataError(f"id {twice[0]!r} occurs a second time; {CUT_OFF}")
+        turns = isinstance(next((record for _, record in rows), None), Turn)
+        if judged is None:
+            judged = {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for _, turn in rows}
+        for name in names:
+            records = {item_id(record): record for split, record in rows if split == name}
             write_jsonl(f"{self.folder}/{name}.jsonl", (r.record() for r in records.values()))
-            grades = judged
-            if judged is None:
-                grades = {key: dict.fromkeys(turn.gold_ids, 1) for key, turn in records.items()}
-            grades = {key: grades[key] for key in records if grades.get(key)}
+            grades = {key: judged[key] for key in records if judged.get(key)}
             if grades:
                 with atomic_write(f"{self.folder}/{name}.qrels") as f:
                     for key, passages in grades.items():
                         f.writelines(f"{key} 0 {p} {grade}\n" for p, grade in passages.items())
-            if kinds == {Turn}:
+            self.counts[f"{name}_turns" if turns else f"{name}_questions"] = len(records)
+            if turns:
                 conversations = {turn.conversation_id for turn in records.values()}
-                self.counts[f"{name}_turns"] = len(records)
                 self.counts[f"{name}_conversations"] = len(conversations)
                 self.golds.update(*(turn.gold_ids for turn in records.values()))
             else:
-                self.counts[f"{name}_questions"] = len(records)
                 self.counts[f"{name}_judged"] = len(grades)
         self.check_counts(self.counts)
 
@@ -370,25 +362,22 @@ class Row(dict):
         return Row(self.field(key, dict) if value else {}, self.location)
 
 
-def json_rows(path: str, members: Callable[[list[str]], list[str]] = sorted) -> Iterator[Row]:
-    """The objects of a file: one JSON array, JSONL, or a zip archive of JSONL.
-
-    `members(names)`: which of the archive's files, and in which order.
-    """
+def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
+    """The objects of a file: one JSON array, JSONL, or the JSONL `members` of a zip archive."""
     if path.endswith(".zip"):
-        return zip_rows(path, members)
+        yield from zip_rows(path, members)
+        return
     with open_input(path) as f:
         array = f.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    if array:
-        return (Row(row, location) for location, row in read_array(path))
-    return (Row(row, f"{path}:{number}") for number, row in read_jsonl(path))
+    for place, row in read_array(path) if array else read_jsonl(path):
+        yield Row(row, place if array else f"{path}:{place}")
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
-    """The objects of JSONL files in a zip archive, unpacked as they are read."""
+    """The objects of JSONL files in an archive, unpacked as they are read; `members` orders them."""
     try:
         with zipfile.ZipFile(path) as archive:
-            for member in members(archive.namelist()):
+            for member in members([n for n in archive.namelist() if n.endswith(".jsonl")]):
                 text = io.TextIOWrapper(archive.open(member), "utf-8-sig", newline="\n")
                 for number, line in enumerate(text, 1):
                     location = f"{path}:{member}:{number}"

@@ -14,6 +14,8 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
+import regex
+
 from data import DataError, Question, as_texts, one_line
 from sources.files import (
     CUT_OFF,
@@ -35,15 +37,7 @@ class Judged(NamedTuple):
     golds: list[int] = []  # positions of the supporting ones; empty where one is missing
 
 
-class _Letters(dict):
-    """str.translate table that deletes punctuation, blanks and control characters of any script."""
-
-    def __missing__(self, code: int) -> int | None:
-        self[code] = None if unicodedata.category(chr(code))[0] in "PZC" else code
-        return self[code]
-
-
-_LETTERS = _Letters()
+SIGNS = regex.compile(r"[\p{P}\p{Z}\p{C}]")  # punctuation, blanks and control characters
 
 
 def clean(text: str) -> str:
@@ -57,7 +51,7 @@ class Pool(dict[bytes, tuple[str, str]]):
     def add(self, title: str, text: str) -> bytes:
         """The hash of a paragraph; of those that differ in spacing and punctuation one is kept."""
         title, text = clean(title), clean(text)
-        same = unicodedata.normalize("NFC", f"{title}\n{text.translate(_LETTERS)}")
+        same = unicodedata.normalize("NFC", f"{title}\n{SIGNS.sub('', text)}")
         key = hashlib.sha256(same.encode()).digest()[:16]
         self.setdefault(key, (title, text))
         return key
