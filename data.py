@@ -125,7 +125,7 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
                 byte += len(raw)
         except UnicodeDecodeError as e:
             raise DataError(
-                f"{path}:{number}: not UTF-8 at byte {e.start} of the line; convert the file (iconv)"
+                f"{path}:{number}: not UTF-8 at byte {e.start} of the line; convert it (iconv)"
             ) from e
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
             raise DataError(

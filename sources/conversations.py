@@ -308,12 +308,12 @@ def cast(cfg: CastConfig, build: Build) -> None:
     """
     paths, judged = build.paths, defaultdict(dict)
     for number, line in read_lines(paths["qrels"]):
-        columns = line.split()
-        if len(columns) != 4 or not re.fullmatch(r"-?\d+", columns[3]):
+        found = re.fullmatch(r"(\S+)\s+\S+\s+(\S+)\s+(-?\d+)\s*", line)
+        if not found:
             raise DataError(
-                f"{paths['qrels']}:{number}: {line[:80]!r}; query, 0, passage and grade are expected"
+                f"{paths['qrels']}:{number}: {line[:80]!r}; it must be query, 0, passage, grade"
             )
-        judged[columns[0]][columns[2]] = int(columns[3])
+        judged[found[1]][found[2]] = int(found[3])
     golds = {
         key: [passage for passage, grade in grades.items() if grade >= cfg.relevant_from]
         for key, grades in judged.items()

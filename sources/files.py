@@ -299,8 +299,8 @@ def fetch(url: str, path: str) -> None:
             progress.close()
     except (OSError, httpx2.HTTPError) as e:
         raise DataError(
-            f"download of {url} failed ({e}); run the same command again to continue, or fetch it "
-            f"by hand to {path}"
+            f"download of {url} failed ({str(e).splitlines()[0]}); run the same command again to "
+            f"continue, or fetch it by hand to {path}"
         ) from e
     os.replace(part, path)
 
@@ -374,7 +374,7 @@ def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> It
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
-    """The objects of JSONL files in an archive, unpacked as they are read; `members` orders them."""
+    """The objects of an archive's JSONL files, unpacked as they are read, in `members`' order."""
     try:
         with zipfile.ZipFile(path) as archive:
             for member in members([n for n in archive.namelist() if n.endswith(".jsonl")]):

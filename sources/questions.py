@@ -118,7 +118,7 @@ def sentences(context: list, joint: str, row: Row) -> list[tuple[str, str]]:
 
 
 def supporting(titles: list[str], paragraphs: list[tuple[str, str]]) -> list[int]:
-    """Positions of the paragraphs with these titles, in that order; none where a title is absent."""
+    """Positions of the paragraphs with these titles, in that order; none if a title is absent."""
     places = [
         [position for position, (title, _) in enumerate(paragraphs) if title == wanted]
         for wanted in dict.fromkeys(titles)

@@ -320,18 +320,17 @@ def test_pool_equals_a_slow_one(tmp_path):
         "(",
         "'",
     ]
-    with open(tmp_path / "spool", "w+b") as f:
-        pool, kept = questions.Pool(f), []
-        for _ in range(1500):
-            title, text = (g.choice("XY"), "".join(g.choices(pieces, k=g.randrange(6))))
-            key = pool.add(title, text)
-            same = next((k for k in kept if k[0] == title and letters(k[1]) == letters(text)), None)
-            if same is None:
-                kept.append((title, text, key))
-            else:
-                assert same[2] == key
-        ids = pool.ids("x")
-        passages = list(pool.passages(ids))
+    pool, kept = questions.Pool(), []
+    for _ in range(1500):
+        title, text = (g.choice("XY"), "".join(g.choices(pieces, k=g.randrange(6))))
+        key = pool.add(title, text)
+        same = next((k for k in kept if k[0] == title and letters(k[1]) == letters(text)), None)
+        if same is None:
+            kept.append((title, text, key))
+        else:
+            assert same[2] == key
+    ids = pool.ids("x")
+    passages = [{"id": i, "title": pool[key][0], "text": pool[key][1]} for key, i in ids.items()]
     assert len(kept) == len(ids) == len(passages)
     assert {(p["title"], p["text"]) for p in passages} == {
         (t, questions.clean(x)) for t, x, _ in kept
@@ -449,52 +448,6 @@ def test_2wiki_takes_aliases_and_demonyms_of_the_answers_entity(tmp_path):
     assert found["w2"].golden_answers == ["no"] and found["w3"].golden_answers == ["x"]
     assert golds(tmp_path / "out", "test")["w1"] == [("A", "First sentence . Second"), ("B", "b")]
     assert found["w1"].metadata["evidences"] == [["s", "r", "o"]]
-
-
-# ---------------------------------------------------------------------------------------- bamboogle
-
-SHEET = (
-    "\ufeffQuestion,,,,Answer,Answer 2\r\nWho was it?,,,,james madison,\r\n"
-    '"In 2016, who was the ""host""?",,,,"April 30, 1789",\r\n'
-    "Who is the mother?,,,,Mildred Warner,Mildred Gale\r\n"
-    'Who is before?,,,,"George VI\n",\r\n,,,,,\r\nHow much protein?,,,,10.8,\r\n'
-)
-
-
-def test_bamboogle(tmp_path):
-    put(f"{tmp_path}/in/Bamboogle Prerelease - Sheet1.csv", SHEET)
-    result = make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
-    assert [
-        (q.id, q.question, q.golden_answers) for q in read_questions(f"{tmp_path}/out/test.jsonl")
-    ] == [
-        ("bamboogle-test_0", "Who was it?", ["james madison"]),
-        ("bamboogle-test_1", 'In 2016, who was the "host"?', ["April 30, 1789"]),
-        ("bamboogle-test_2", "Who is the mother?", ["Mildred Warner", "Mildred Gale"]),
-        ("bamboogle-test_3", "Who is before?", ["George VI"]),
-        ("bamboogle-test_4", "How much protein?", ["10.8"]),
-    ]
-    assert result["differs_from_published"]["questions"] == {"found": 5, "published": 125}
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        "config.yaml",
-        "made.json",
-        "test.jsonl",
-    ]  # no corpus, no qrels
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("a,b\n1,2\n", "columns Question and Answer"),
-        ("", "columns Question and Answer"),
-        ("Question,Answer\nq\n", "csv:2: 1 columns where the first line has 2"),
-        ("Question,Answer\nq,\n", "csv:2: question is 'q', answers are"),
-        (b"Question,Answer\nCaf\xe9?,x\n", "bamboogle.csv:2: not UTF-8"),
-    ],
-)
-def test_a_wrong_sheet_is_named(tmp_path, content, message):
-    put(f"{tmp_path}/in/bamboogle.csv", content)
-    with pytest.raises(DataError, match=message):
-        make("bamboogle", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
 
 
 # ------------------------------------------------------------------------------------------- wiki18
