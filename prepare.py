@@ -265,15 +265,18 @@ def from_verl(row: Row, index: int) -> dict:
     if info.get("query_id"):
         query_id = info.text("query_id")
         conversation, _, turn = query_id.rpartition("_")
+        number = int(turn) if turn.isdigit() else 0
+        pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, number))
         found = HISTORY.search(text)
-        if not found or not turn.isdigit():
+        history = found and re.fullmatch(rf"{pairs}\s*", found[1], re.DOTALL)
+        if not number or not history:
             raise row.error(
-                f"query_id {query_id!r} must end in _TURN and the prompt have the history between "
-                "two Context lines"
+                f"query_id {query_id!r} must end in _TURN, and the prompt have the Q1: …, A1: … of "
+                f"all {max(0, number - 1)} turns before it between two Context lines"
             )
-        history = read_history(found[1], int(turn), row)
-        question = info.text("question")
-        return Turn(query_id, conversation, int(turn), history, question, golds).record()
+        said, question = history.groups(), info.text("question")
+        context = list(zip(said[::2], said[1::2]))
+        return Turn(query_id, conversation, number, context, question, golds).record()
     columns = [place.text("question") for place in (row, info) if place.get("question")]
     question = (columns or [text.rpartition("Question:")[2]])[0].strip()
     if not question or not golds:
@@ -283,20 +286,6 @@ def from_verl(row: Row, index: int) -> dict:
     key = (keys or [f"{info.get('split') or 'row'}_{index}"])[0]
     metadata = info.object("metadata") or row.object("metadata")
     return Question(key, question, golds, metadata).record()
-
-
-def read_history(text: str, turn: int, row: Row) -> list[tuple[str, str]]:
-    """The pairs of `Q1: …`, `A1: …`, `Q2: …` before a turn; a text may have several lines."""
-    pairs, rest = [], text
-    for i in range(1, turn):
-        found = re.match(rf"Q{i}: (.*?)\nA{i}: (.*?)(?=\nQ{i + 1}: |\Z)", rest, re.DOTALL)
-        if not found:
-            raise row.error(f"turn {turn} has no Q{i} and A{i} in its history: {rest[:80]!r}")
-        pairs.append((found[1], found[2]))
-        rest = rest[found.end() :].removeprefix("\n")
-    if rest.strip():
-        raise row.error(f"turn {turn} has more in its history than {turn - 1} pairs: {rest[:80]!r}")
-    return pairs
 
 
 # ---------------------------------------------------------------------------------- sub-commands
