@@ -1,4 +1,4 @@
-"""Multi-hop question sets → corpus, questions and qrels; wiki-18 and FlashRAG's files.
+"""Multi-hop question sets → corpus, questions and qrels; wiki-18.
 
 A set that brings paragraphs along becomes a closed pool, far easier than all of Wikipedia
 (`wiki18`). Relevant are a question's supporting paragraphs, hop by hop where the order is known; a
@@ -12,11 +12,11 @@ import hashlib
 import html
 import unicodedata
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import regex
 
-from data import DataError, Question, as_texts, one_line
+from data import Question, as_texts, one_line
 from sources.files import (
     CUT_OFF,
     Build,
@@ -33,8 +33,8 @@ class Judged(NamedTuple):
     """A question of a data set, with the paragraphs that the set gives beside it."""
 
     question: Question
-    paragraphs: list[tuple[str, str]] = []  # (title, text)
-    golds: list[int] = []  # positions of the supporting ones; empty where one is missing
+    paragraphs: list[tuple[str, str]]  # (title, text)
+    golds: list[int]  # positions of the supporting ones; empty where one is missing
 
 
 SIGNS = regex.compile(r"[\p{P}\p{Z}\p{C}]")  # punctuation, blanks and control characters
@@ -63,30 +63,6 @@ class Pool(dict[bytes, tuple[str, str]]):
         return {key: f"{name}-p{n:0{digits}d}" for n, key in enumerate(sorted(self))}
 
 
-def write_pooled(
-    build: Build, name: str, splits: Iterable[str], rows: Iterable[tuple[str, Judged]]
-) -> None:
-    """(split, question) rows, judged, and their pooled paragraphs as the corpus.
-
-    A question without text or answer is left out and counted: nothing could be asked or scored.
-    """
-    pool, kept, judged = Pool(), [], {}
-    for split, (question, paragraphs, golds) in rows:
-        if not question.question or not question.golden_answers:
-            build.counts["without_question_or_answer"] += 1
-            continue
-        keys = [pool.add(*paragraph) for paragraph in paragraphs]
-        build.counts["questions_without_all_gold"] += bool(paragraphs and not golds)
-        kept.append((split, question))
-        judged[question.id] = [keys[gold] for gold in golds]
-    ids = pool.ids(name)
-    judged = {key: {ids[gold]: 1 for gold in golds} for key, golds in judged.items()}
-    build.write_splits(list(splits), kept, judged)
-    if pool:
-        passages = ((key, *pool[hashed]) for hashed, key in ids.items())
-        build.write_corpus({"id": i, "title": t, "text": x} for i, t, x in passages)
-
-
 def golden(answers: list, row: Row) -> list[str]:
     """Answers as strings, stripped, each once, blank ones left out; the list may come out empty."""
     texts = as_texts(answers)
@@ -103,27 +79,6 @@ def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
     return Question(value, row.line("question"), golden(answers, row), metadata)
 
 
-def sentences(context: list, joint: str, row: Row) -> list[tuple[str, str]]:
-    """(title, text) of HotpotQA's `[[title, [sentence, …]], …]`; `joint` joins sentences."""
-    found = []
-    for entry in context:
-        match entry:
-            case [str(title), [*parts]] if all(isinstance(part, str) for part in parts):
-                found.append((title, joint.join(parts)))
-            case _:
-                raise row.error(f"a paragraph is {str(entry)[:80]}, not [title, [sentence, …]]")
-    return found
-
-
-def supporting(titles: list[str], paragraphs: list[tuple[str, str]]) -> list[int]:
-    """Positions of the paragraphs with these titles, in that order; none if a title is absent."""
-    places = [
-        [position for position, (title, _) in enumerate(paragraphs) if title == wanted]
-        for wanted in dict.fromkeys(titles)
-    ]
-    return sum(places, []) if all(places) else []
-
-
 # ---------------------------------------------------------------------------- train and dev files
 
 
@@ -138,16 +93,28 @@ class MultihopConfig(DevConfig):
 def write_multihop(
     cfg: MultihopConfig, build: Build, judge: Callable[[Row], Judged | None]
 ) -> None:
-    """The official train and dev files, whose rows `judge` reads; None: left out, unanswerable."""
+    """The official train and dev files, whose rows `judge` reads, and their pooled paragraphs.
 
-    def rows() -> Iterator[tuple[str, Judged]]:
-        for official in ("train", "dev") if cfg.train else ("dev",):
-            for judged in map(judge, json_rows(build.paths[official])):
-                build.counts[f"{official} questions" if judged else "unanswerable"] += 1
-                if judged:
-                    yield cfg.split(official, judged.question.id), judged
-
-    write_pooled(build, build.name, cfg.splits() if cfg.train else ("test",), rows())
+    Left out and counted: rows that `judge` gives up as unanswerable, and questions without text or
+    answer, of which nothing could be asked or scored.
+    """
+    pool, kept, judged, counts = Pool(), [], {}, build.counts
+    for official in ("train", "dev") if cfg.train else ("dev",):
+        for row in map(judge, json_rows(build.paths[official])):
+            counts[f"{official} questions" if row else "unanswerable"] += 1
+            if row and not (row.question.question and row.question.golden_answers):
+                counts["without_question_or_answer"] += 1
+            elif row:
+                key = row.question.id
+                hashes = [pool.add(*paragraph) for paragraph in row.paragraphs]
+                counts["questions_without_all_gold"] += not row.golds
+                kept.append((cfg.split(official, key), row.question))
+                judged[key] = [hashes[gold] for gold in row.golds]
+    ids = pool.ids(build.name)
+    grades = {key: {ids[gold]: 1 for gold in golds} for key, golds in judged.items()}
+    build.write_splits(cfg.splits() if cfg.train else ("test",), kept, grades)
+    passages = ((key, *pool[hashed]) for hashed, key in ids.items())
+    build.write_corpus({"id": key, "title": t, "text": text} for key, t, text in passages)
 
 
 def musique(cfg: MultihopConfig, build: Build) -> None:
@@ -184,14 +151,23 @@ def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
 
 
 def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = ()) -> Judged:
-    """A row of HotpotQA's form; `kept` fields go to the metadata."""
-    facts = row.field("supporting_facts", list)
+    """A row of HotpotQA's form; `joint` joins sentences, `kept` fields go to the metadata."""
+    facts, paragraphs = row.field("supporting_facts", list), []
     if not all(isinstance(f, list) and len(f) == 2 and isinstance(f[0], str) for f in facts):
         raise row.error(f"supporting_facts is {str(facts)[:80]}, not a list of [title, sentence]")
-    paragraphs = sentences(row.field("context", list), joint, row)
+    for entry in row.field("context", list):
+        match entry:
+            case [str(title), [*parts]] if all(isinstance(part, str) for part in parts):
+                paragraphs.append((title, joint.join(parts)))
+            case _:
+                raise row.error(f"a paragraph is {str(entry)[:80]}, not [title, [sentence, …]]")
+    places = [
+        [position for position, (title, _) in enumerate(paragraphs) if title == wanted]
+        for wanted in dict.fromkeys(title for title, _ in facts)
+    ]
     metadata = {key: row[key] for key in kept if key in row} | {"supporting_facts": facts}
     question = question_of(row, "_id", [row.text("answer"), *aliases], metadata)
-    return Judged(question, paragraphs, supporting([title for title, _ in facts], paragraphs))
+    return Judged(question, paragraphs, sum(places, []) if all(places) else [])
 
 
 def twowiki(cfg: MultihopConfig, build: Build) -> None:
@@ -244,81 +220,9 @@ def wiki18(cfg: PublicConfig, build: Build) -> None:
     build.write_corpus(passages())
 
 
-# --------------------------------------------------------------------------------------- flashrag
-
-
-@dataclass
-class FlashragConfig(PublicConfig):
-    """`prepare.py flashrag`"""
-
-    name: str = "flashrag"
-    """what passage ids begin with: the data set's name"""
-
-
-def flashrag(cfg: FlashragConfig, build: Build) -> None:
-    """Any data set in FlashRAG's form: train, dev and test.jsonl with the paragraphs in metadata.
-
-    HotpotQA's and 2WikiMultihopQA's rows have a context (of HotpotQA's dev the fullwiki one, which
-    often misses a gold), MuSiQue's the supporting paragraph of each hop; others come out as
-    questions alone.
-    """
-    if not build.paths:
-        raise DataError(
-            f"source={cfg.source} holds none of train.jsonl, dev.jsonl and test.jsonl; fetch a "
-            f"data set's files from {build.known['files']['dev']['url']}/tree/main"
-        )
-    rows = (
-        (split, flashrag_row(row)) for split, path in build.paths.items() for row in json_rows(path)
-    )
-    write_pooled(build, cfg.name, build.paths, rows)
-
-
-def flashrag_row(row: Row) -> Judged:
-    """The question of a FlashRAG row, with the paragraphs that its metadata holds."""
-    answers: Any = row.get("golden_answers")
-    answers = answers if isinstance(answers, list) else [answers]
-    if row.get("choices"):
-        choices = row.field("choices", list)
-        if not all(isinstance(a, int) and 0 <= a < len(choices) for a in answers):
-            raise row.error(
-                f"golden_answers {answers} are no numbers of its {len(choices)} choices"
-            )
-        answers = [choices[a] for a in answers]
-    metadata = row.object("metadata")
-    if isinstance(metadata.get("metadata"), dict):  # some copies nest it twice
-        metadata = Row(metadata.pop("metadata") | metadata, row.location)
-    judged = flashrag_paragraphs(metadata)  # their texts leave the metadata
-    return Judged(question_of(row, "id", answers, dict(metadata)), *judged)
-
-
-def flashrag_paragraphs(metadata: Row) -> tuple[list[tuple[str, str]], list[int]]:
-    """(paragraphs, positions of the supporting ones), whose texts leave the metadata."""
-    context = metadata.pop("context", None)
-    if isinstance(context, dict):
-        context = Row(context, metadata.location)
-        form, joint = ("sentences", "") if "sentences" in context else ("content", " ")
-        titles, texts = context.field("title", list), context.field(form, list)
-        if len(titles) != len(texts):
-            raise metadata.error(
-                f"metadata.context has {len(titles)} titles and {len(texts)} paragraphs"
-            )
-        paragraphs = sentences([list(pair) for pair in zip(titles, texts)], joint, metadata)
-        facts = metadata.object("supporting_facts").field("title", list)
-        return paragraphs, supporting(facts, paragraphs)
-    hops = metadata.rows("question_decomposition") if metadata.get("question_decomposition") else []
-    shown = [hop.object("support_paragraph") for hop in hops if hop.get("support_paragraph")]
-    paragraphs = [(part.text("title"), part.text("paragraph_text")) for part in shown]
-    for hop in hops:
-        hop.pop("support_paragraph", None)
-    if hops:
-        metadata["question_decomposition"] = hops
-    return paragraphs, list(range(len(hops))) if len(paragraphs) == len(hops) else []
-
-
 SETS = {
     "musique": (MultihopConfig, musique),
     "hotpotqa": (MultihopConfig, hotpotqa),
     "2wiki": (MultihopConfig, twowiki),
     "wiki18": (PublicConfig, wiki18),
-    "flashrag": (FlashragConfig, flashrag),
 }
