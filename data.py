@@ -282,11 +282,8 @@ def _context(row: dict, location: str) -> list[tuple[str, str]]:
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Passages of a corpus, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`; TSV.
-
-    A TSV has the columns id, text and title; a quote is a character like any other there, and a
-    header line is passed over.
-    """
+    """Passages of a corpus, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or
+    TSV with the columns id, text, title (a header is passed over, quotes are no quoting)."""
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
@@ -298,8 +295,8 @@ def read_corpus(path: str) -> Iterator[Passage]:
 def located_passages(
     path: str, start: tuple[int, int] = (1, 0)
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, the line's first byte, passage) from `start` on; whether ids are unique is not
-    checked: several processes may read their own parts of a corpus larger than memory."""
+    """(line number, the line's first byte, passage) from `start` on; ids may repeat: processes read
+    their own parts of a corpus larger than memory."""
     tsv = path.removesuffix(".gz").endswith(".tsv")
     for number, byte, line in located_lines(path, start):
         location = f"{path}:{number}"
@@ -309,8 +306,8 @@ def located_passages(
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{location}: {len(columns)} tab-separated columns; a corpus TSV has three: "
-                    "id, text, title; replace tabs inside a field, or use JSONL"
+                    f"{location}: {len(columns)} tab-separated columns, not id, text, title; replace "
+                    "tabs inside a field, or use JSONL"
                 )
             key, text, title = columns
         elif line.strip():

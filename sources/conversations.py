@@ -17,6 +17,7 @@ from typing import Iterator
 from data import DataError, Turn, as_text, one_line, read_lines
 from runs import atomic_write
 from sources.files import (
+    CUT_OFF,
     SPLITS,
     Build,
     DevConfig,
@@ -129,8 +130,8 @@ def qrecc_members(names: list[str]) -> list[str]:
     commoncrawl = [name for name in names if "commoncrawl" in name and "wayback" not in name]
     if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(names):
         raise DataError(
-            f"passages.zip: {len(names)} JSONL members, {len(commoncrawl)} under commoncrawl and "
-            f"{len(wayback)} under wayback; both are expected and nothing else: fetch it again"
+            f"passages.zip: of {len(names)} JSONL members {len(commoncrawl)} under commoncrawl and "
+            f"{len(wayback)} under wayback; it holds both and nothing else: fetch it again"
         )
     return commoncrawl + wayback
 
@@ -143,8 +144,7 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
         context = contexts[number]
         if turn != len(context) + 1:
             raise row.error(
-                f"turn {turn} of conversation {number} follows turn {len(context)}; the published "
-                "file numbers them one by one: fetch it again"
+                f"turn {turn} of conversation {number} follows turn {len(context)}; {CUT_OFF}"
             )
         key, golds = f"QReCC-{split.capitalize()}_{number}", row.texts("Truth_passages")
         record = Turn(f"{key}_{turn}", key, turn, list(context), row.text("Question"), golds)
@@ -309,7 +309,7 @@ def cast(cfg: CastConfig, build: Build) -> None:
         build.golds |= texts.keys()
         build.write_corpus(cast_passages(build, texts), 38_600_000)
         for turn in turns:
-            turn.answer = texts[canonical[turn.query_id]] or None
+            turn.answer = texts.get(canonical.get(turn.query_id)) or None
     else:
         passages = cast_passages(build, {}) if "car" in paths else cast_documents(build)
         build.write_corpus(passages, 40_000_000)
@@ -343,17 +343,17 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
 
 def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
     """MS MARCO and TREC CAR without listed duplicates; fills in `texts`, whose keys are ids."""
+    try:
+        from trec_car.read_data import iter_paragraphs
+    except ImportError as e:
+        raise DataError(
+            f"{build.paths['car']} is read by TREC CAR's package: pip install trec-car-tools"
+        ) from e
 
     def both() -> Iterator[tuple[str, str]]:
         for key, text in tab_pairs(build.paths["marco"]):
             build.counts["marco_passages"] += 1
             yield f"MARCO_{key}", text
-        try:
-            from trec_car.read_data import iter_paragraphs
-        except ImportError as e:
-            raise DataError(
-                f"{build.paths['car']} is read by TREC CAR's package: pip install trec-car-tools"
-            ) from e
         with open(build.paths["car"], "rb") as f:
             for paragraph in iter_paragraphs(f):
                 build.counts["car_passages"] += 1

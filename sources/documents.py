@@ -1,7 +1,6 @@
 """Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG's articles with its questions.
 
-MultiHop-RAG's files are those of yixuantt/MultiHop-RAG, split as `convert_dataset.py` of
-ninehills/deepsearch-rl.
+MultiHop-RAG is split as `convert_dataset.py` of ninehills/deepsearch-rl does it.
 """
 
 from __future__ import annotations
