@@ -306,8 +306,8 @@ def located_passages(
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{location}: {len(columns)} tab-separated columns, not id, text, title; replace "
-                    "tabs inside a field, or use JSONL"
+                    f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
+                    "replace tabs inside a field, or use JSONL"
                 )
             key, text, title = columns
         elif line.strip():

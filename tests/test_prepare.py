@@ -411,8 +411,7 @@ def fake_package(root, monkeypatch, content=b"weights"):
     (inside / "heads.pt").write_bytes(b"a pickle")
     monkeypatch.syspath_prepend(str(root))
     known = prepare.Packaged(
-        ("never-imported==1.0",),
-        ("never_imported/model/model.safetensors",),
+        {"never-imported==1.0": "model/model.safetensors"},
         hashlib.sha256(b"weights").hexdigest(),
         "Apache-2.0",
     )
