@@ -252,6 +252,8 @@ def from_verl(row: Row, index: int) -> dict:
     of Search-R1's the question, behind the prompt's last "Question:".
     """
     info, truth = row.object("extra_info"), row.object("reward_model").get("ground_truth")
+    if truth is None:
+        raise row.error(f"no reward_model.ground_truth; columns found: {', '.join(row)}")
     if info.get("record"):
         return info.object("record")
     prompt = row.get("prompt") or []
@@ -263,19 +265,18 @@ def from_verl(row: Row, index: int) -> dict:
     golds = questions.golden(truth, row)
     if info.get("query_id"):
         query_id = info.text("query_id")
-        conversation, _, turn = query_id.rpartition("_")
-        number = int(turn) if turn.isdigit() else 0
-        pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, number))
-        found = HISTORY.search(text)
+        key, found = re.fullmatch(r"(.+)_(\d{1,3})", query_id), HISTORY.search(text)
+        turn = int(key[2]) if key else 0
+        pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, turn))
         history = found and re.fullmatch(rf"{pairs}\s*", found[1], re.DOTALL)
-        if not number or not history:
+        if not turn or not history:
             raise row.error(
                 f"query_id {query_id!r} must end in _TURN, and the prompt have the Q1: …, A1: … of "
-                f"all {max(0, number - 1)} turns before it between two Context lines"
+                f"all {max(0, turn - 1)} turns before it between two Context lines"
             )
         said, question = history.groups(), info.text("question")
         context = list(zip(said[::2], said[1::2]))
-        return Turn(query_id, conversation, number, context, question, golds).record()
+        return Turn(query_id, key[1], turn, context, question, golds).record()
     columns = [place.text("question") for place in (row, info) if place.get("question")]
     question = (columns or [text.rpartition("Question:")[2]])[0].strip()
     if not question or not golds:

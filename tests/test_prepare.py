@@ -660,6 +660,8 @@ def test_nulls_and_zeros_of_verl_rows():
         ({"question": ["q"]}, "'question' is"),
         ({"reward_model": {"ground_truth": [["x"]]}}, "the answers are"),
         ({"extra_info": {"query_id": [1]}}, "'query_id' is"),
+        ({"extra_info": {"query_id": "a_20170101"}}, "'a_20170101' must end in _TURN"),
+        ({"reward_model": {"ground_truth": None}}, "no reward_model.ground_truth"),
     ],
 )
 def test_wrong_types_of_verl_rows_are_named(row, message):
