@@ -90,14 +90,13 @@ class Cut:
     """tokens that a passage repeats of the one before it"""
     tokenizer: str = ""
     """Hugging Face folder whose tokenizer counts; without one words and punctuation marks count"""
-    context_fields: str | list[str] = "title,source,published_at"
+    context_fields: str = "title,source,published_at"
     """what stands before every passage: `title` as its title, others as lines `field: value`"""
 
     def cutter(self) -> Callable[[str, str, dict, str], Iterator[tuple[tuple[int, int], dict]]]:
         """The function `cut(title, text, metadata, doc_id)`, which yields ((start, end) in `text`,
         passage without id) for each chunk."""
-        names = self.context_fields
-        names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+        names = [name.strip() for name in self.context_fields.split(",")]
         tokenizer = open_tokenizer(self.tokenizer) if self.tokenizer and self.chunk_size else None
 
         def cut(title: str, text: str, metadata: dict, doc_id: str):

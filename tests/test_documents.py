@@ -158,7 +158,7 @@ def test_chunk_command(tmp_path):
     assert (result["documents"], result["passages"]) == (3, 5) and make(
         "chunk", source, f"{tmp_path}/out", chunk_size=5
     )["already_there"]
-    make("chunk", source, f"{tmp_path}/plain", chunk_size=0, context_fields=[], prefix="p")
+    make("chunk", source, f"{tmp_path}/plain", chunk_size=0, context_fields="", prefix="p")
     assert next(read_corpus(f"{tmp_path}/plain/corpus.jsonl")).contents == "a b c d. e f g h. i j"
 
 
