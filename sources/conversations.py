@@ -251,11 +251,8 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
 
 
 def mtrag_passages(build: Build) -> Iterator[dict]:
-    def members(names: list[str]) -> list[str]:
-        return [name for name in names if not name.startswith("__MACOSX")]
-
     for domain in DOMAINS:
-        for row in json_rows(build.paths[f"{domain}_passages"], members):
+        for row in json_rows(build.paths[f"{domain}_passages"]):
             title, text = one_line(row.get("title") or ""), row.text("text")
             head, _, rest = text.partition("\n")  # indexed texts begin with their title's line
             text = one_line(rest if one_line(head) == title else text)
@@ -332,12 +329,11 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
             raise topic.error(f"topic {number} has two turns of one number; fetch the file again")
         for turn, row in sorted(by_turn.items()):
             record = Turn(f"{number}_{turn}", number, turn, [], row.line("raw_utterance"), [])
-            if "passage" in row:
-                record.answer = row.line("passage")
-            if "manual_rewritten_utterance" in row:
-                record.rewrite = row.line("manual_rewritten_utterance")
-            if "automatic_rewritten_utterance" in row:
-                record.extra["automatic_rewrite"] = row.line("automatic_rewritten_utterance")
+            keys = ("passage", "manual_rewritten_utterance", "automatic_rewritten_utterance")
+            record.answer, record.rewrite, automatic = (
+                row.line(key) if key in row else None for key in keys
+            )
+            record.extra = {"automatic_rewrite": automatic} if automatic else {}
             yield record, row
 
 

@@ -30,14 +30,13 @@ from sources.questions import golden, title_and_text
 
 # -------------------------------------------------------------------------------- cutting
 
-_WORD = re.compile(r"\w+|[^\w\s]")
 _CLOSERS = "\"'”’)]»"
 
 
 def token_starts(text: str, tokenizer: Any = None) -> list[int]:
     """Where each token of `text` starts; without a tokenizer: each word or punctuation mark."""
     if tokenizer is None:
-        return [match.start() for match in _WORD.finditer(text)]
+        return [match.start() for match in re.finditer(r"\w+|[^\w\s]", text)]
     encoded = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
     )

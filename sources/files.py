@@ -360,7 +360,10 @@ class Row(dict):
 
 
 def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
-    """The objects of a file: one JSON array, JSONL, or the JSONL `members` of a zip archive."""
+    """The objects of a file: JSONL, one JSON array, or the JSONL files of a zip archive.
+
+    `members(names)`: which files of the archive, in which order.
+    """
     if path.endswith(".zip"):
         yield from zip_rows(path, members)
         return
@@ -371,10 +374,10 @@ def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> It
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
-    """The objects of an archive's JSONL files, unpacked as they are read, in `members`' order."""
     try:
         with zipfile.ZipFile(path) as archive:
-            for member in members([n for n in archive.namelist() if n.endswith(".jsonl")]):
+            names = [name for name in archive.namelist() if name.endswith(".jsonl")]
+            for member in members([name for name in names if not name.startswith("__MACOSX")]):
                 text = io.TextIOWrapper(archive.open(member), "utf-8-sig", newline="\n")
                 for number, line in enumerate(text, 1):
                     location = f"{path}:{member}:{number}"
