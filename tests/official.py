@@ -348,7 +348,7 @@ def cast_source(tmp_path, monkeypatch):
                 "number": n,
                 "raw_utterance": f"raw {n}",
                 "manual_rewritten_utterance": f"manual {n}",
-                "automatic_rewritten_utterance": "x",
+                "automatic_rewritten_utterance": f"auto {n}",
                 "manual_canonical_result_id": "MARCO_1",
             }
             for n in (1, 2)
@@ -383,39 +383,20 @@ def iter_paragraphs(f):
         del sys.modules[name]
 
 
-WEB_2021 = """<DOC>
-<DOCNO>KILT_7</DOCNO>
-<DOCHDR>
-</DOCHDR>
-<HTML>
-<TITLE>Worlingworth "the village"</TITLE>
-<URL>http://x</URL>
-<BODY>
-<passage id=0>
-A village.\tIn Suffolk.
-
-Section::::History.
-</passage>
-<passage id=1>
-
-</passage>
-</BODY>
-</HTML>
-</DOC>
-
-"""
-
-
-WEB_2022 = """<DOC>
-<DOCNO>WAPO_1fbc-11e3</DOCNO>
-<TITLE></TITLE>
-<BODY>
-<PASSAGE id=1>
-Biopsies and cancer news.
-</PASSAGE>
-</BODY>
-</DOC>
-"""
+KILT = {
+    "id": "KILT_7",
+    "url": "http://x",
+    "title": 'Worlingworth "the village"',
+    "contents": [
+        {"body": "A village.\tIn Suffolk.\n\nSection::::History.", "id": 0},
+        {"body": "", "id": "1"},
+    ],
+}
+WAPO = {
+    "id": "WAPO_1fbc-11e3",
+    "title": "",
+    "contents": [{"body": "Biopsies and cancer news.", "id": 1}],
+}
 
 
 @pytest.fixture
@@ -456,8 +437,8 @@ def cast21_source(tmp_path, monkeypatch):
         "".join(json.dumps(document | {"id": i}) + "\r\n" for i in ("MARCO_D3", "MARCO_D4")),
     )
     put(f"{raw}/passages/MARCO_v1_9.jsonl", json.dumps(document | {"id": "MARCO_D1"}) + "\n")
-    put(f"{raw}/passages/kilt_knowledgesource.json.trecweb", WEB_2021.replace("\n", "\r\n"))
-    put(f"{raw}/passages/WaPo_0.trecweb", WEB_2022 + WEB_2022)
+    put(f"{raw}/passages/KILT_0.jsonl", b"\xef\xbb\xbf" + json.dumps(KILT).encode() + b"\r\n")
+    put(f"{raw}/passages/WaPo_0.jsonl", (json.dumps(WAPO) + "\n") * 2)
     known(
         monkeypatch,
         "cast21",

@@ -9,9 +9,8 @@ from official import make, put
 from test_questions import by_id, golds, jsonl
 from tiny import tiny_tokenizer
 
-from data import DataError, read_corpus
+from data import DataError, one_line, read_corpus
 from sources import documents
-from sources.files import squeeze
 
 
 def slow_spans(text, starts, size, overlap):
@@ -159,7 +158,7 @@ def test_chunk_command(tmp_path):
     assert (result["documents"], result["passages"]) == (3, 5) and make(
         "chunk", source, f"{tmp_path}/out", chunk_size=5
     )["already_there"]
-    make("chunk", source, f"{tmp_path}/plain", chunk_size=0, context_fields=[], prefix="p")
+    make("chunk", source, f"{tmp_path}/plain", chunk_size=0, context_fields="", prefix="p")
     assert next(read_corpus(f"{tmp_path}/plain/corpus.jsonl")).contents == "a b c d. e f g h. i j"
 
 
@@ -316,11 +315,10 @@ def test_with_overlap_a_fact_is_one_passage(tmp_path):
     """Two passages that both hold a fact whole must not both be needed for "all gold passages
     found".
     """
-    text = documents.Article("a b c d e f")
-    text.spans = [(0, 7, "p0"), (4, 11, "p1")]
+    text = documents.Article("abcdef", [(0, 4, "p0"), (2, 6, "p1")])
     assert text.holding("c  d") == ["p0"] and text.holding("c d e") == ["p1"]
     assert text.holding("b c d e") == ["p0", "p1"]
-    assert text.holding("x") == text.holding(" ") == []
+    assert text.holding("x") == text.holding(" ") == text.holding("") == []
 
 
 def test_multihoprag_without_context_and_whole_documents(tmp_path):
@@ -337,7 +335,7 @@ def test_multihoprag_without_context_and_whole_documents(tmp_path):
         dev_percent=40,
     )
     assert [(p.title, p.text) for p in read_corpus(f"{tmp_path}/out/corpus.jsonl")] == [
-        (squeeze(a["title"]), a["body"]) for a in ARTICLES
+        (one_line(a["title"]), a["body"]) for a in ARTICLES
     ]
     assert (
         result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4

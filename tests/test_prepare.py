@@ -107,7 +107,7 @@ def test_more_training_turns_leave_dev_and_test_alone(folder, tmp_path):
     "settings, said",
     [
         ({"train_turns": 9000}, r"train_turns=9000: the tables give \d+ turns"),
-        ({"dev_turns": 2}, "a number from 3"),
+        ({"train_turns": 2}, "a number from 3"),
     ],
 )
 def test_numbers_of_turns_that_cannot_be_drawn(tmp_path, settings, said):
@@ -362,7 +362,7 @@ def test_command_line(tmp_path):
     assert "dev_percent: " in command("topiocqa", "--help").stdout
     for words, said in (
         (["dmo"], "did you mean demo?"),
-        ([], "commands: demo"),
+        ([], "unknown command ''; commands: demo"),
         (["demo", "ut=x"], "out"),
         (["demo"], "out is required"),
         (["model", "name=gpt9", "out=x"], "smollm2"),
@@ -411,9 +411,7 @@ def fake_package(root, monkeypatch, content=b"weights"):
     (inside / "heads.pt").write_bytes(b"a pickle")
     monkeypatch.syspath_prepend(str(root))
     known = prepare.Packaged(
-        ("never-imported==1.0",),
-        ("never_imported/model/model.safetensors",),
-        7,
+        {"never-imported==1.0": "model/model.safetensors"},
         hashlib.sha256(b"weights").hexdigest(),
         "Apache-2.0",
     )
@@ -435,7 +433,7 @@ def test_a_folder_is_copied_without_import_and_without_pickles(tmp_path, monkeyp
 
 def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     fake_package(tmp_path / "site", monkeypatch, b"weightz")
-    with pytest.raises(DataError, match="7 bytes and sha256"):
+    with pytest.raises(DataError, match="has sha256 .*never-imported==1.0 --force-reinstall"):
         prepare.model(ModelConfig(name="minilm", out=f"{tmp_path}/m"))
     assert not os.path.exists(f"{tmp_path}/m")
 
@@ -547,7 +545,7 @@ def test_rows_of_convsearch_r1_search_r1_and_research_come_in(tmp_path):
         and last["question"] == "now?"
     )
     assert len(read_turns(f"{tmp_path}/conv.jsonl")) == 2
-    with pytest.raises(DataError, match="turn 12 has no Q11 and A11"):
+    with pytest.raises(DataError, match="A1: … of all 11 turns before it"):
         convert("short", [conv(history, "now?", 12, "5")])
     search = convert(
         "search",
@@ -662,6 +660,8 @@ def test_nulls_and_zeros_of_verl_rows():
         ({"question": ["q"]}, "'question' is"),
         ({"reward_model": {"ground_truth": [["x"]]}}, "the answers are"),
         ({"extra_info": {"query_id": [1]}}, "'query_id' is"),
+        ({"extra_info": {"query_id": "a_20170101"}}, "'a_20170101' must end in _TURN"),
+        ({"reward_model": {"ground_truth": None}}, "no reward_model.ground_truth"),
     ],
 )
 def test_wrong_types_of_verl_rows_are_named(row, message):

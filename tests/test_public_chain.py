@@ -174,7 +174,9 @@ def test_the_protocols_evaluation_as_it_is_written_there(tmp_path, monkeypatch, 
         )
     )
     assert list(line["cells"]) == ["topiocqa/BM25", "topiocqa/ANCE", "qrecc/BM25", "qrecc/ANCE"]
-    rules = [f"turns: {rule}" for rule in ("question", "first", "first+question", "previous+question")]
+    rules = [
+        f"turns: {rule}" for rule in ("question", "first", "first+question", "previous+question")
+    ]
     assert list(line["cells"]["topiocqa/BM25"]) == [*rules, "topiocqa"]  # it has no human rewrites
     assert list(line["cells"]["qrecc/ANCE"]) == [*rules, "turns: rewrite", "qrecc"]
     written = json.loads(Path("runs/NAME/evaluation/metrics.json").read_text())["cells"]
