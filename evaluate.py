@@ -34,7 +34,6 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     all_gold_scores,
     best_passages,
     bootstrap_interval,
-    check_judgments,
     evaluate_run,
     means,
     paired_test,
@@ -147,10 +146,10 @@ def check(cfg: EvaluateConfig) -> None:
 def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterable[str]) -> None:
     """DataError where two files that belong together share no id."""
     its, others = set(its), set(others)
-    if its and not its & others:
+    if its and its.isdisjoint(others):
         raise DataError(
-            f"{one} and {other} have no {kind} in common (for example {min(its)!r} and "
-            f"{min(others, default=None)!r}); give files of the same data"
+            f"{one} and {other} have no {kind} in common (such as {min(its)!r}); give files of the "
+            "same data"
         )
 
 
@@ -241,8 +240,9 @@ def _search_all(
             print(f"query={name}: no turn of {source} has a {name}; left out", file=sys.stderr)
     for path in cfg.rewrites:
         title = _title(path, systems | queries)
-        queries[title], status[title] = read_rewrites(path, cfg.sample)
-        _common("query", path, queries[title], source, (turn.query_id for turn in judged))
+        rewrites, status[title] = read_rewrites(path, cfg.sample)
+        queries[title] = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
+        _common("query", path, rewrites, source, queries[title])
     if not systems and not queries:
         raise DataError(f"{source}: no query is left to search")
     from retriever import open_retriever  # needs torch
@@ -251,12 +251,17 @@ def _search_all(
     if not cfg.qrels:
         with_gold(judged, retriever.passage_ids, cfg.turns)
     elif not cfg.documents:
-        own = {turn.query_id: qrels[turn.query_id] for turn in judged}
-        check_judgments(own, retriever.passage_ids, cfg.qrels)
+        golds = {p for turn in judged for p, gain in qrels[turn.query_id].items() if gain > 0}
+        among = getattr(retriever.passage_ids, "among", None)  # a served index is asked once
+        known = set(among(golds)) if among else {p for p in golds if p in retriever.passage_ids}
+        _common("relevant passage", cfg.qrels, golds, "the index", known)
+        if lacking := golds - known:
+            what = f"{len(lacking)} of {len(golds)} relevant passages, such as {min(lacking)!r},"
+            print(f"warning: {cfg.qrels}: {what} are not in the index", file=sys.stderr)
     for title, texts in queries.items():
         before = getattr(retriever, "cut_queries", None)
-        run = search(retriever, judged, [texts.get(turn.query_id) for turn in judged], cfg.k)
-        row, scores = systems[title] = _score_run(cfg, title, run, qrels, status.get(title, {}))
+        run = search(retriever, texts, cfg.k)
+        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status.get(title, {}))
         if before is not None:
             row["cut"] = retriever.cut_queries - before
         if cut := getattr(retriever, "cut_passages", 0):
@@ -277,12 +282,11 @@ def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str,
     return rewrites, status
 
 
-def search(retriever: Any, turns: list[Turn], queries: list[str | None], k: int) -> Run:
-    """The run of one query a turn; None and blank ones are not searched."""
-    asked = {t.query_id: query for t, query in zip(turns, queries) if query and query.strip()}
+def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
+    """The run of queries by id; None and blank ones are not searched."""
+    asked = {query: text for query, text in queries.items() if text and text.strip()}
     results = retriever.search(list(asked.values()), k) if asked else []
-    found = dict(zip(asked, map(list, results), strict=True))
-    return {turn.query_id: found.get(turn.query_id, []) for turn in turns}
+    return {query: [] for query in queries} | dict(zip(asked, results, strict=True))
 
 
 # ------------------------------------------------------------------------------------------ answers

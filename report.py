@@ -15,7 +15,7 @@ import os
 import statistics as stats
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Callable, Iterable, Literal
+from typing import Annotated, Callable, Iterable, Literal, Sequence
 
 from config import ConfigError, at_least
 from config import run as run_entry
@@ -71,21 +71,14 @@ def moments(values: Iterable[float]) -> dict[str, float]:
     return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
 
 
-def statistics(rows: list[dict], rule: str, missing: Iterable[str] = ()) -> dict:
-    """The figures of trajectory_stats.json, with a {"all", "success", "failure"} in many of them.
+def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
+    """The figures of trajectory_stats.json, under DeepSearch-RL's names; many by class of rows.
 
-    rows: checked by `read_rows`; missing: ids of questions without a row, each a failure with
-    scores of 0, as is a rollout that failed for a technical reason.
-
-    rounds, tool_calls: mean and stdev a class, `distribution` (value → count); a round is a turn
-    metrics.{em,f1,acc,precision,recall}: mean, stdev, ci95 over questions
-    tokens_last_turn, tokens_all_turns.{prompt,completion,total}: of the last request, or summed
-        over requests, where a prompt counts again in every round: mean and stdev a class
-    reasoning: mean, stdev, count of the characters of a message's reasoning
-    well_formed, gold_recall, all_gold: mean over the rows that have it, or null
-    status: class → how the episode ended → count
+    rows: checked by `read_rows`; missing: ids of questions without a row. Those, and rollouts that
+    failed for a technical reason, are failures with scores of 0. A round is a turn of the model,
+    `reasoning` the characters of a message's thoughts, and tokens of all turns are summed over the
+    requests, so that a prompt counts again in every round.
     """
-    missing = list(missing)
     good = [row for row in rows if trajectories.succeeded(row, rule)]
     failed = [row for row in rows if not trajectories.succeeded(row, rule)]
     classes = dict(zip(CLASSES, (rows, good, failed)))
@@ -94,11 +87,9 @@ def statistics(rows: list[dict], rule: str, missing: Iterable[str] = ()) -> dict
         return {name: moments(value(row) or 0 for row in part) for name, part in classes.items()}
 
     def counts(value: Callable[[dict], int | str | None]) -> dict[str, dict[str, int]]:
-        found = {name: Counter(map(value, part)) for name, part in classes.items()}
-        return {
-            n: {str(k): c[k] for k in sorted(k for k in c if k is not None)}
-            for n, c in found.items()
-        }
+        found = {name: [value(row) for row in part] for name, part in classes.items()}
+        known = {name: sorted(v for v in part if v is not None) for name, part in found.items()}
+        return {name: Counter(map(str, part)) for name, part in known.items()}
 
     def tokens(usage: Callable[[dict], dict | None]) -> dict[str, dict]:
         return {k: spread(lambda row: (usage(row) or {}).get(f"{k}_tokens")) for k in TOKENS}
@@ -132,15 +123,15 @@ def statistics(rows: list[dict], rule: str, missing: Iterable[str] = ()) -> dict
     return figures
 
 
-def _metrics(rows: list[dict], missing: list[str]) -> dict:
+def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
     """Metric → mean, stdev and `ci95`, over the rows and the questions that have none."""
     zero = dict.fromkeys(ANSWER_METRICS, 0.0)
-    scores = {f"missing {key}": zero for key in missing}
-    owner = {f"missing {key}": key for key in missing}
+    scores, owner = {key: zero for key in missing}, {key: key for key in missing}
     for row in rows:
         found = {} if row.get("error") else row.get("metric_score") or {}
-        scores[row["rollout_id"]] = {name: float(found.get(name) or 0) for name in ANSWER_METRICS}
-        owner[row["rollout_id"]] = trajectories.question_key(row)
+        name = f"rollout {row['rollout_id']}"
+        scores[name] = {metric: float(found.get(metric) or 0) for metric in zero}
+        owner[name] = trajectories.question_key(row)
     interval = bootstrap_interval(scores, owner)
     return {
         name: moments(s[name] for s in scores.values()) | {"ci95": interval[name]} for name in zero
@@ -150,73 +141,66 @@ def _metrics(rows: list[dict], missing: list[str]) -> dict:
 # ------------------------------------------------------------------------------------------- tables
 
 
+COUNTS = {
+    "success": "success_count",
+    "failure": "failure_count",
+    "EM = 1": "success_em",
+    "F1 >= 0.8": "success_f1",
+    "failed for a technical reason": "technical_failures",
+    "questions without a row": "missing",
+}
+
+
 def _share(count: int, total: int) -> str:
     return f"{count} ({100 * count / total:.1f} %)" if total else str(count)
 
 
-def _spread_row(name: str, part: dict, digits: int) -> list[str]:
-    means = (f"{part[c]['mean']:.{digits}f} ± {part[c]['stdev']:.{digits}f}" for c in CLASSES)
-    return [name, *means]
+def _spread(part: dict, digits: int) -> str:
+    return f"{part['mean']:.{digits}f} ± {part['stdev']:.{digits}f}"
+
+
+def _by_class(parts: dict[str, dict], digits: int) -> list[list[str]]:
+    """Name → the spread in every class, as rows."""
+    return [[name, *(_spread(part[c], digits) for c in CLASSES)] for name, part in parts.items()]
 
 
 def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
     """Value, how often it is in every class, a bar."""
     totals = {c: sum(counts[c].values()) for c in CLASSES}
     widest = max(counts["all"].values(), default=1)
-    return [
-        [
-            value,
-            *(_share(counts[c].get(value, 0), totals[c]) for c in CLASSES),
-            "█" * round(24 * n / widest),
-        ]
-        for value, n in counts["all"].items()
-    ]
+    rows = []
+    for value, n in counts["all"].items():
+        shares = (_share(counts[c].get(value, 0), totals[c]) for c in CLASSES)
+        rows.append([value, *shares, "█" * round(24 * n / widest)])
+    return rows
 
 
 def markdown(title: str, s: dict) -> str:
     """The tables of a report, in DeepSearch-RL's order; `s`: its statistics."""
-    total, thoughts = s["total"], s["reasoning"]
-    counts = {
-        f"success ({'EM = 1' if s['rule'] == 'em' else 'F1 >= 0.8'})": "success_count",
-        "failure": "failure_count",
-        "EM = 1": "success_em",
-        "F1 >= 0.8": "success_f1",
-        "failed for a technical reason": "technical_failures",
-        "questions without a row": "missing",
-    }
-    summary = [["trajectories", str(total)]]
-    summary += [[name, _share(s[key], total)] for name, key in counts.items()]
+    summary = [["trajectories", str(s["total"])], ["success is", s["rule"]]]
+    summary += [[name, _share(s[key], s["total"])] for name, key in COUNTS.items()]
     shares = (key for key in SHARES if s[key] is not None)
     summary += [[key.replace("_", " "), f"{100 * s[key]:.1f} %"] for key in shares]
     scores = []
     for name, m in s["metrics"].items():
         ci = "–" if m["ci95"] is None else "[{:.3f}, {:.3f}]".format(*m["ci95"])
-        scores.append([name, f"{m['mean']:.3f} ± {m['stdev']:.3f}", ci])
-    reasoning = f"{thoughts['mean']:.0f} ± {thoughts['stdev']:.0f}"
-    dynamics = [
-        _spread_row("rounds", s["rounds"], 2),
-        _spread_row("tool calls", s["tool_calls"], 2),
+        scores.append([name, _spread(m, 3), ci])
+    reasoning = [_spread(s["reasoning"], 0), f"{s['reasoning']['count']} messages", ""]
+    conversation = [
+        *_by_class({"rounds": s["rounds"], "tool calls": s["tool_calls"]}, 2),
         ["tool calls in all", str(s["tool_calls"]["total"]), "", ""],
         ["searches in all", str(s["searches"]["total"]), "", ""],
-        ["reasoning, characters", reasoning, f"{thoughts['count']} messages", ""],
+        ["reasoning, characters", *reasoning],
     ]
     for end in s["status"]["all"]:
-        dynamics.append([f"ended: {end}", *(str(s["status"][c].get(end, 0)) for c in CLASSES)])
+        conversation.append([f"ended: {end}", *(str(s["status"][c].get(end, 0)) for c in CLASSES)])
     columns, parts = ["", *CLASSES], [f"# {title}"]
     for name, heads, rows in (
         ("Summary", ["", ""], summary),
         ("Answers", ["", "mean ± stdev", "95 % interval"], scores),
-        ("Conversation", columns, dynamics),
-        (
-            "Tokens, last turn",
-            columns,
-            [_spread_row(k, s["tokens_last_turn"][k], 0) for k in TOKENS],
-        ),
-        (
-            "Tokens, all turns (a prompt counts again in every round)",
-            columns,
-            [_spread_row(k, s["tokens_all_turns"][k], 0) for k in TOKENS],
-        ),
+        ("Conversation", columns, conversation),
+        ("Tokens, last turn", columns, _by_class(s["tokens_last_turn"], 0)),
+        ("Tokens, all turns", columns, _by_class(s["tokens_all_turns"], 0)),
         ("Rounds", [*columns, ""], _distribution(s["rounds"]["distribution"])),
         ("Tool calls", [*columns, ""], _distribution(s["tool_calls"]["distribution"])),
     ):
@@ -226,15 +210,8 @@ def markdown(title: str, s: dict) -> str:
 
 # --------------------------------------------------------------------------- a file of trajectories
 
-FIELDS = {
-    "metric_score": dict,
-    "all_turns_tokens": dict,
-    "response_meta": dict,
-    "metadata": dict,
-    "rounds": int,
-    "searches": int,
-    "status": str,
-}
+KINDS = dict.fromkeys(("metric_score", "all_turns_tokens", "response_meta", "metadata"), dict)
+KINDS |= {"rounds": int, "searches": int, "status": str}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
@@ -242,20 +219,21 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
     rows = trajectories.read_trajectories(cfg.trajectories)
     known = {q.id: q for q in read_questions(cfg.questions)} if cfg.questions else {}
     for row in rows:
-        place = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
-        for key, kind in FIELDS.items():
+        location = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
+        for key, kind in KINDS.items():
             if not isinstance(row.get(key), kind | None):
-                raise DataError(f"{place}: {key} must be of type {kind.__name__}, or null")
+                raise DataError(f"{location}: {key} must be of type {kind.__name__}, or null")
         scores = row.get("metric_score") or {}
         if bad := [k for k in ANSWER_METRICS if not isinstance(scores.get(k), int | float | None)]:
-            raise DataError(f"{place}: metric_score.{bad[0]} must be a number, or null")
-        if known and str(row.get("id")) not in known:
+            raise DataError(f"{location}: metric_score.{bad[0]} must be a number, or null")
+        id_ = str(row.get("id"))
+        if known and id_ not in known:
             raise DataError(
-                f"{place}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
+                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
                 "that these trajectories answer"
             )
         if known:
-            row["metadata"] = known[str(row["id"])].metadata
+            row["metadata"] = known[id_].metadata
     return rows, sorted(known.keys() - {str(row.get("id")) for row in rows})
 
 

@@ -1,9 +1,6 @@
 """Files of predicted answers (tasks search and agent), their scores, FlashRAG's two result files.
 
-Means are over all questions of the questions file: one without a prediction (`missing`) and one
-whose episode failed for a technical reason (`errors`) score zero. `well_formed` is over all
-questions too, `searches` over the episodes that there are, `gold_recall` and `all_gold` over the
-questions with a relevant passage in the qrels; an episode without searches has retrieved nothing.
+A question without a prediction, and one whose episode failed for a technical reason, score zero.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from scoring.ranking import Scores
 def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str, dict]]:
     """(location, id, row) of the `sample`th row of each id in a JSONL file, or a `.json` array.
 
-    key: of the id. A row's number is its `sample`, or stands behind `#` in `rollout_id`; without
-    one it is 0. DataError: no such row, a wrong id or number, an id that occurs twice.
+    A row's number is its `sample`, or stands behind `#` in its `rollout_id`, or is 0. DataError: no
+    such row, a wrong id or number, an id that occurs twice.
     """
     rows = ((f"{path}:{number}", row) for number, row in read_jsonl(path))
     seen: set[str] = set()
@@ -38,9 +35,7 @@ def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str,
         if int(number) != sample:
             continue
         if id_ in seen:
-            raise DataError(
-                f"{location}: {key} {id_!r} occurs a second time; number the rows (`sample`)"
-            )
+            raise DataError(f"{location}: {key} {id_!r} occurs a second time; number its rows")
         seen.add(id_)
         yield location, id_, row
     if not seen:
@@ -96,11 +91,9 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
 ) -> dict[str, Scores]:
-    """Per-question scores in three groups, each with its own denominator; empty where unknown.
-
-    answers   all questions: ANSWER_METRICS, and `well_formed` where the file tells it
-    searches  questions with an episode: `searches`
-    golds     judged questions (`golds`: id → relevant passage ids): `gold_recall`, `all_gold`
+    """Per-question scores in three groups, each with its own denominator: `answers` of all
+    questions (and `well_formed` where the file tells it), `searches` of the episodes that there
+    are, `golds` of the judged questions (`golds`: id → relevant passage ids).
     """
     formed = any(p.well_formed is not None for p in predictions.values())
     retrieved = any(p.retrieved is not None for p in predictions.values())

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytrec_eval
@@ -102,10 +101,7 @@ def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str
 
 
 def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
-    """Write a TREC run, best first, whole or not at all; scores keep all their digits.
-
-    A query without results has no line; scoring counts it as missing either way.
-    """
+    """Write a TREC run, best first, whole or not at all; scores keep all their digits."""
     with atomic_write(path) as f:
         for query, results in run.items():
             for rank, (passage, score) in enumerate(rank_results(query, results), 1):
@@ -118,8 +114,8 @@ def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
 
 
 def best_passages(run: Run) -> Run:
-    """A run over passages DOCUMENT-N as a run over documents, each in its best passage's place, as
-    TREC CAsT 2021, which judged documents, converts runs."""
+    """A run over passages DOCUMENT-N as one over documents, each in its best passage's place (TREC
+    CAsT 2021's rule)."""
     documents: Run = {}
     for query, results in run.items():
         best: dict[str, None] = {}
@@ -183,33 +179,9 @@ def all_gold_scores(run: Run, qrels: Qrels) -> Scores:
     return out
 
 
-def check_judgments(qrels: Qrels, passage_ids: Container[str], path: str) -> None:
-    """DataError where the index has none of the relevant passages; a warning where it lacks some.
-
-    path: of the judgments, for the messages.
-    """
-    golds = {p for gains in qrels.values() for p, gain in gains.items() if gain > 0}
-    among = getattr(passage_ids, "among", None)  # a served index is asked once for all
-    lacking = golds - (set(among(golds)) if among else {p for p in golds if p in passage_ids})
-    if golds and lacking == golds:
-        raise DataError(
-            f"{path}: none of its {len(golds)} relevant passages (for example {min(golds)!r}) is "
-            "in the index; use the judgments of the same corpus"
-        )
-    if lacking:
-        print(
-            f"warning: {path}: {len(lacking)} of {len(golds)} relevant passages are not in the "
-            f"index and can't be found (for example {min(lacking)!r})",
-            file=sys.stderr,
-        )
-
-
 def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, float | int]:
-    """The paper's four columns as its scripts compute them, and the number of queries they average.
-
-    The formulas are the same, but queries without results, and those whose response did not parse
-    (`unparsed`), are left out of the mean; three decimals; its "MRR@3" is our `mrr`.
-    """
+    """The paper's four columns as its scripts compute them, and the number of queries they average:
+    those without results, or whose response did not parse (`unparsed`), are left out."""
     kept = [row for query, row in scores.items() if run.get(query) and query not in unparsed]
     columns = {
         shown: round(sum(row[m] for row in kept) / len(kept), 3) if kept else 0.0
@@ -238,8 +210,7 @@ def means(scores: Scores) -> dict[str, float]:
 def _units(
     scores: Scores, values: np.ndarray, clusters: dict[str, str] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(sums (C, m), sizes (C)) of `values` (Q, m) over the units that are drawn whole: a cluster's
-    queries, or one query."""
+    """(sums (C, m), sizes (C)) of `values` (Q, m) over what is drawn whole: a cluster, or a query."""
     clusters = clusters or {}
     labels = [(query in clusters, clusters.get(query, query)) for query in scores]
     number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
@@ -292,9 +263,8 @@ def paired_test(
 ) -> dict[str, dict]:
     """Metric → {"difference", "ci", "p"}: mean of `scores` minus that of `baseline`.
 
-    p is two-sided, from sign flips of each unit's difference (a query, or with `clusters` a
-    conversation): (1 + flips as far from 0 as observed) / (1 + samples). No correction for testing
-    several metrics.
+    p is two-sided, from sign flips of each unit's difference (as in `bootstrap_interval`):
+    (1 + flips as far from 0 as observed) / (1 + samples), uncorrected for several metrics.
     """
     if odd := scores.keys() ^ baseline.keys():
         raise DataError(

@@ -90,9 +90,8 @@ def test_search_is_positional_and_does_not_search_blanks():
         turn("d", "?", ["p3"]),
         turn("e", "?", ["p3"]),
     ]
-    run = evaluate.search(
-        retriever, turns, ["marie curie born", "born marie curie lima", "  ", None], 100
-    )
+    queries = {"b": "marie curie born", "a": "born marie curie lima", "d": "  ", "e": None}
+    run = evaluate.search(retriever, queries, 100)
     metrics = evaluate_run(run, {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in turns})
     assert list(run) == ["b", "a", "d", "e"] and run["d"] == run["e"] == []
     assert retriever.asked == ["marie curie born", "born marie curie lima"]
@@ -100,7 +99,7 @@ def test_search_is_positional_and_does_not_search_blanks():
         metrics["queries"],
         metrics["missing"],
     ) == (4, 2)
-    assert evaluate.search(retriever, turns[:1], ["born born born"], 1) == {"b": [("p1", 1.0)]}
+    assert evaluate.search(retriever, {"b": "born born born"}, 1) == {"b": [("p1", 1.0)]}
 
 
 def test_a_retriever_that_loses_answers_is_a_fault():
@@ -109,7 +108,7 @@ def test_a_retriever_that_loses_answers_is_a_fault():
             return []
 
     with pytest.raises(ValueError, match="shorter"):
-        evaluate.search(Lossy(), [turn("a", "?", ["p"])], ["x"], 100)
+        evaluate.search(Lossy(), {"a": "x"}, 100)
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -403,7 +402,10 @@ def test_turns_that_fit_nothing(searched):
     write_qrels(folder / "qrels", {"zz": {"p1": 1}})
     for words, message in [
         (["query=question", f"qrels={folder}/qrels"], "no query in common"),
-        ([f"rewrites={folder}/other.jsonl"], "other.jsonl and .*turns.jsonl have no query in common"),
+        (
+            [f"rewrites={folder}/other.jsonl"],
+            "other.jsonl and .*turns.jsonl have no query in common",
+        ),
     ]:
         write(folder / "other.jsonl", '{"query_id": "zz", "rewrite": "x"}')
         with pytest.raises(DataError, match=message):
@@ -795,13 +797,15 @@ def test_judgments_of_another_corpus_are_an_error(searched, capsys):
     folder, _ = searched
     words = [f"turns={folder}/turns.jsonl", "query=question", f"qrels={folder}/qrels", "samples=5"]
     write_qrels(folder / "qrels", {"c1_1": {"x1": 1}, "c2_1": {"x2": 1, "p1": 0}})
-    with pytest.raises(DataError, match="none of its 2 relevant passages .*'x1'.* is in the index"):
+    with pytest.raises(
+        DataError, match="qrels and the index have no relevant passage in common .*'x1'"
+    ):
         evaluate.main(load_config(EvaluateConfig, words))
     write_qrels(
         folder / "qrels", {"c1_1": {"x1": 1, "p1": 1}, "c2_1": {"p3": 1}, "unasked": {"x9": 1}}
     )
     evaluate.main(load_config(EvaluateConfig, words))
-    assert "1 of 3 relevant passages are not in the index" in capsys.readouterr().err
+    assert "1 of 3 relevant passages, such as 'x1', are not in the index" in capsys.readouterr().err
     write_qrels(folder / "qrels", {"c1_1": {"p1": 1}})
     evaluate.main(load_config(EvaluateConfig, words))
     assert "warning" not in capsys.readouterr().err
