@@ -51,36 +51,36 @@ from search.passages import RetrieverConfig
 @dataclass
 class EvaluateConfig:
     answers: str | list[str] = ""
-    """files of predicted answers to `questions` (infer.py's, or id and prediction), by commas"""
+    """files of predicted answers (infer.py's, or id and prediction), by commas"""
     questions: str = ""
-    """questions file (JSONL) with golden answers; without `answers` the questions are searched"""
+    """questions file with golden answers; without `answers` the questions are searched"""
     run: str | list[str] = ""
     """TREC run files, by commas"""
     qrels: str = ""
-    """TREC qrels file; without one, the gold passages of `turns` are the qrels"""
+    """TREC qrels file; unset: the gold passages of `turns`"""
     baseline: str = ""
     """file that the others are compared with; unset: the first system"""
     turns: str = ""
-    """turns file (JSONL): needed to search, and for intervals by conversation"""
+    """turns file: needed to search, and for intervals by conversation"""
     rewrites: str | list[str] = ""
-    """JSONL files with query_id and rewrite (infer.py's), by commas; they are searched"""
+    """files with query_id and rewrite (infer.py's), by commas; they are searched"""
     sample: int = 0
-    """which sample to score where a file has several of a turn or question"""
+    """which sample of a turn or question to score"""
     query: str | list[str] = ""
     """rules to search with, by commas: question, first (question of the conversation),
     first+question, previous+question, context (all of it), rewrite (the given one)"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the index to search"""
     k: Annotated[int, at_least(1)] = DEPTH
-    """results per query; those beyond 100 never count (documents=true: beyond 100 documents)"""
+    """results per query; those beyond 100 never count"""
     documents: bool = False
-    """qrels judge documents, passage ids are DOCUMENT-N (CAsT 2021): score by the best passage"""
+    """qrels judge documents, passage ids are DOCUMENT-N: score by the best passage"""
     relevant_from: Annotated[int, at_least(1)] = 1
-    """lowest gain that is relevant to MRR and recall (CAsT 2020 and 2021 often take 2)"""
+    """lowest gain that is relevant to MRR and recall"""
     corpus: str = ""
-    """corpus whose titles tell topic switches where turns have no topic; unset: retriever.corpus"""
+    """corpus whose titles tell topic switches; unset: retriever.corpus"""
     sets: str | list[str] = ""
-    """cross evaluation: names of data sets, by commas; each takes the place of @set in paths"""
+    """cross evaluation: data sets, by commas; each takes the place of @set in paths"""
     retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
     samples: Annotated[int, at_least(1)] = 10_000
@@ -107,7 +107,6 @@ QUERY_TEXTS = {
     ),
     "rewrite": lambda t: t.rewrite,  # a turn without one counts as missing
 }
-
 
 FEW = 50  # units, below which percentile intervals are a little narrow
 
@@ -163,8 +162,7 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^\w.-]+", "_", title)
 
 
-# a line of the tables: counts, and what metrics.json has beside means; scores, each part of them
-# with queries of its own
+# a line of the tables: its counts, and its scores, each part of them with queries of its own
 System = tuple[dict[str, Any], list[Scores]]
 
 # ------------------------------------------------------------------------------- runs and rewrites

@@ -34,7 +34,7 @@ class ReportConfig:
     run: str = ""
     """or: folder of a training run, to write report.html into"""
     questions: str = ""
-    """questions that the trajectories answer: one without a row is a failure; brings types"""
+    """questions that the trajectories answer: one without a row is a failure"""
     out: str = ""
     """folder to write to; empty: the one that holds the trajectories"""
     title: str = ""
@@ -46,7 +46,7 @@ class ReportConfig:
     well_formed: bool = False
     """keep only successes in the task's form (`well_formed` of infer.py's rows)"""
     min_calls: Annotated[int, at_least(0)] = 0
-    """keep only successes with at least so many tool calls"""
+    """keep only those with at least so many tool calls"""
     balance_by: Literal["none", "rounds", "tool_calls", "type"] = "none"
     """keep at most `cap` successes of each number of rounds, of tool calls, or question type"""
     cap: Annotated[int | None, at_least(1)] = None
@@ -141,27 +141,12 @@ def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
 # ------------------------------------------------------------------------------------------- tables
 
 
-COUNTS = {
-    "success": "success_count",
-    "failure": "failure_count",
-    "EM = 1": "success_em",
-    "F1 >= 0.8": "success_f1",
-    "failed for a technical reason": "technical_failures",
-    "questions without a row": "missing",
-}
-
-
 def _share(count: int, total: int) -> str:
     return f"{count} ({100 * count / total:.1f} %)" if total else str(count)
 
 
 def _spread(part: dict, digits: int) -> str:
     return f"{part['mean']:.{digits}f} ± {part['stdev']:.{digits}f}"
-
-
-def _by_class(parts: dict[str, dict], digits: int) -> list[list[str]]:
-    """Name → the spread in every class, as rows."""
-    return [[name, *(_spread(part[c], digits) for c in CLASSES)] for name, part in parts.items()]
 
 
 def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
@@ -176,35 +161,33 @@ def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
 
 
 def markdown(title: str, s: dict) -> str:
-    """The tables of a report, in DeepSearch-RL's order; `s`: its statistics."""
-    summary = [["trajectories", str(s["total"])], ["success is", s["rule"]]]
-    summary += [[name, _share(s[key], s["total"])] for name, key in COUNTS.items()]
-    shares = (key for key in SHARES if s[key] is not None)
-    summary += [[key.replace("_", " "), f"{100 * s[key]:.1f} %"] for key in shares]
-    scores = []
+    """The tables of a report; `s`: its statistics."""
+    summary = [["a success is", {"em": "EM = 1", "f1": "F1 >= 0.8"}[s["rule"]]]]
+    for key, value in s.items():
+        if isinstance(value, int):
+            summary.append([key.replace("_", " "), _share(value, s["total"])])
+        elif isinstance(value, float):
+            summary.append([key.replace("_", " "), f"{100 * value:.1f} %"])
+    summary.append(["tool calls in all", str(s["tool_calls"]["total"])])
+    summary.append(["searches in all", str(s["searches"]["total"])])
+    summary.append(["characters of a thought", _spread(s["reasoning"], 0)])
+    answers = []
     for name, m in s["metrics"].items():
         ci = "–" if m["ci95"] is None else "[{:.3f}, {:.3f}]".format(*m["ci95"])
-        scores.append([name, _spread(m, 3), ci])
-    reasoning = [_spread(s["reasoning"], 0), f"{s['reasoning']['count']} messages", ""]
-    conversation = [
-        *_by_class({"rounds": s["rounds"], "tool calls": s["tool_calls"]}, 2),
-        ["tool calls in all", str(s["tool_calls"]["total"]), "", ""],
-        ["searches in all", str(s["searches"]["total"]), "", ""],
-        ["reasoning, characters", *reasoning],
-    ]
-    for end in s["status"]["all"]:
-        conversation.append([f"ended: {end}", *(str(s["status"][c].get(end, 0)) for c in CLASSES)])
-    columns, parts = ["", *CLASSES], [f"# {title}"]
-    for name, heads, rows in (
-        ("Summary", ["", ""], summary),
-        ("Answers", ["", "mean ± stdev", "95 % interval"], scores),
-        ("Conversation", columns, conversation),
-        ("Tokens, last turn", columns, _by_class(s["tokens_last_turn"], 0)),
-        ("Tokens, all turns", columns, _by_class(s["tokens_all_turns"], 0)),
-        ("Rounds", [*columns, ""], _distribution(s["rounds"]["distribution"])),
-        ("Tool calls", [*columns, ""], _distribution(s["tool_calls"]["distribution"])),
+        answers.append([name, _spread(m, 3), ci])
+    spreads = {"rounds": s["rounds"], "tool calls": s["tool_calls"]}
+    spreads |= {f"{k} tokens, last turn": part for k, part in s["tokens_last_turn"].items()}
+    spreads |= {f"{k} tokens, all turns": part for k, part in s["tokens_all_turns"].items()}
+    rows = [[name, *(_spread(part[c], 2) for c in CLASSES)] for name, part in spreads.items()]
+    parts = [f"# {title}", "## Summary", markdown_table(["", ""], summary)]
+    parts += ["## Answers", markdown_table(["", "mean ± stdev", "95 % interval"], answers)]
+    parts += ["## Conversation", markdown_table(["", *CLASSES], rows)]
+    for name, counts in (
+        ("Rounds", s["rounds"]["distribution"]),
+        ("Tool calls", s["tool_calls"]["distribution"]),
+        ("Ends", s["status"]),
     ):
-        parts += [f"## {name}", markdown_table(heads, rows)]
+        parts += [f"## {name}", markdown_table(["", *CLASSES, ""], _distribution(counts))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -290,29 +273,23 @@ def report_trajectories(cfg: ReportConfig) -> dict:
 # ------------------------------------------------------------------------------------- a run's page
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-figure{display:inline-block;margin:0 1rem 1rem 0}td,th{padding:.15rem .7rem;text-align:left}
+figure{display:inline-block;margin:0 1rem 1rem 0}svg{border:1px solid #ddd}
 pre{background:#f5f5f5;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere}"""
 
 
-def curve(title: str, points: list[tuple[int, float]]) -> str:
-    """An SVG picture of a figure over the steps; `points`: (step, value)."""
+def curve(name: str, points: list[tuple[int, float]]) -> str:
+    """An HTML figure of (step, value) points: a line in SVG with its range below."""
     (first, _), (last, _), values = points[0], points[-1], [value for _, value in points]
     low, high = min(values), max(values)
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        x = 60 + 290 * (step - first) / (last - first or 1)
-        return round(x, 1), round(170 - 140 * (value - low) / (high - low or 1), 1)
-
-    parts = [f'<text x="60" y="18">{html.escape(title)}</text>']
-    for value in sorted({low, (low + high) / 2, high}):
-        y = place(first, value)[1]
-        parts.append(f'<line x1="60" x2="350" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="54" y="{y + 4}" text-anchor="end">{value:.4g}</text>')
-    parts.append(f'<text x="60" y="190">{first}</text>')
-    parts.append(f'<text x="350" y="190" text-anchor="end">step {last}</text>')
-    path = " ".join("{},{}".format(*place(*point)) for point in points)
-    parts.append(f'<polyline fill="none" stroke="#1b6ca8" points="{path}"/>')
-    return f'<svg viewBox="0 0 360 200" width="360" font-size="12">{"".join(parts)}</svg>'
+    wide, tall = last - first or 1, high - low or 1
+    line = " ".join(
+        f"{340 * (x - first) / wide:.1f},{(high - y) / tall * 150:.1f}" for x, y in points
+    )
+    return (
+        f'<figure><svg viewBox="-5 -5 350 160" width="350"><polyline fill="none" stroke="#1b6ca8" '
+        f'points="{line}"/></svg><figcaption><b>{html.escape(name)}</b> from {low:.4g} to '
+        f"{high:.4g}, last {values[-1]:.4g}; steps {first} to {last}</figcaption></figure>"
+    )
 
 
 def _samples(folder: str, name: str) -> list[str]:
@@ -344,7 +321,7 @@ def run_page(folder: str, title: str = "") -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
         f"<style>{STYLE}</style><h1>{title}</h1><p>{rows[-1]['step']} steps.</p><h2>Curves</h2>",
     ]
-    parts += [f"<figure>{curve(key, points)}</figure>" for key, points in series.items()]
+    parts += [curve(name, points) for name, points in series.items()]
     samples = os.path.join(folder, "rollouts")
     names = sorted(os.listdir(samples)) if os.path.isdir(samples) else []
     names = [name for name in names if name.endswith(".jsonl")]

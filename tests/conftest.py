@@ -58,11 +58,6 @@ def dist():
         distributed.cleanup()
 
 
-@pytest.fixture(scope="module")
-def where(dist):
-    return dist
-
-
 FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 
 

@@ -175,10 +175,9 @@ def test_tables_hold_what_the_original_shows():
         "Summary",
         "Answers",
         "Conversation",
-        "Tokens",
-        "Tokens",
         "Rounds",
         "Tool calls",
+        "Ends",
     ]
     assert "EM = 1" in text and "█" in text
     assert re.search(r"f1 .*0\.\d{3} ± 0\.\d{3} .*\[0\.\d{3}, 0\.\d{3}\]", text)
