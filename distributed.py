@@ -119,6 +119,8 @@ def broadcast_object(value: Any) -> Any:
 
 def on_rank_0(function: Callable, *args: Any) -> Any:
     """What `function` returns or raises on rank 0, on every rank (a collective)."""
+    if not c10d.is_initialized():
+        return function(*args)
     result, error = None, None
     if _rank() == 0:
         try:
@@ -356,8 +358,8 @@ def _reason(e: BaseException) -> str:
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run grows to: checkpoints (a weight and two moments, float32), exports (the model
-    in `dtype`, or its adapter in float32), and one of each being written."""
+    """Bytes that a run grows to: checkpoints (a weight and two moments, float32), exports (a model
+    in `dtype`, or an adapter in float32), and one of each being written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -577,8 +579,7 @@ def _export(
     parts: tuple,
     texts: dict[str, str],
 ) -> None:
-    """Rank 0 writes a folder: `stem`.safetensors, what has `save_pretrained`, texts by file name."""
-    # taken from every rank's collective, kept by rank 0
+    """Rank 0 writes a folder: weights, what `parts` save, texts by file name (a collective)."""
     state = {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in weights if _rank() == 0}
 
     def write() -> None:

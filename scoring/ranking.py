@@ -49,7 +49,7 @@ def _read(path: str, names: str, name: str, convert: Callable, rule: str) -> dic
         query, passage, text = cells[0], cells[2], cells[columns.index(name)]
         if passage in table.setdefault(query, {}):
             raise DataError(
-                f"{location}: passage {passage!r} stands a second time for query {query!r}; keep one"
+                f"{location}: passage {passage!r} stands a second time for query {query!r}"
             )
         table[query][passage] = convert(text)
         if table[query][passage] is None:
@@ -210,7 +210,7 @@ def means(scores: Scores) -> dict[str, float]:
 def _units(
     scores: Scores, values: np.ndarray, clusters: dict[str, str] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(sums (C, m), sizes (C)) of `values` (Q, m) over what is drawn whole: a cluster, or a query."""
+    """(sums (C, m), sizes (C)) of `values` (Q, m) by what is drawn whole: a cluster or a query."""
     clusters = clusters or {}
     labels = [(query in clusters, clusters.get(query, query)) for query in scores]
     number = {label: i for i, label in enumerate(dict.fromkeys(labels))}

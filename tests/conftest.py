@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
-import tiny  # noqa: E402
 import torch  # noqa: E402
 
 from official import cast21_source, cast_source, topiocqa_counts  # noqa: E402,F401  fixtures
@@ -64,6 +63,8 @@ FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
 @pytest.fixture(scope="session", params=FAMILIES, ids=["qwen2-tied", "llama-untied", "qwen3-tied"])
 def family_lm(request, tmp_path_factory):
     """A folder with a tiny language model, for each family."""
+    import tiny
+
     path = tmp_path_factory.mktemp("lm")
     tiny.tiny_lm(path, *request.param, seed=3)
     return str(path)
@@ -71,6 +72,8 @@ def family_lm(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen_lm(tmp_path_factory):
+    import tiny
+
     path = tmp_path_factory.mktemp("qwen")
     tiny.tiny_lm(path)
     return str(path)

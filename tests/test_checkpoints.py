@@ -376,18 +376,18 @@ def test_an_unwritable_run_folder(saver, tmp_path):
 
 KILLED = """
     import os, shutil, signal, sys
-    sys.path[:0] = [{root!r}, {tests!r}]
+    sys.path.insert(0, {root!r})
     import torch, distributed
-    from model import load_causal_lm, make_optimizer
 
     def die(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def save_and_die(when, run):
         dist = distributed.setup()
-        lm = distributed.shard_model(load_causal_lm({lm!r}), dist)
-        optimizer = make_optimizer(lm, 0.01)
-        distributed.save_checkpoint(run, 1, lm, optimizer, {{}})
+        net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 8), 2)
+        net = distributed.shard_model(net, dist)
+        optimizer = torch.optim.AdamW(net.parameters())
+        distributed.save_checkpoint(run, 1, net, optimizer, {{}})
         rename = os.rename
         if when == "data":
             os.fsync = lambda fd: (os.ftruncate(fd, 1000), die())
@@ -395,7 +395,7 @@ KILLED = """
             os.rename = lambda a, b: die() if str(b).endswith("checkpoint_000002") else rename(a, b)
         elif when == "cleaning":
             shutil.rmtree = lambda path, **kw: (os.remove(path + "/.metadata"), die()) if os.path.isdir(path) else None
-        distributed.save_checkpoint(run, 2, lm, optimizer, {{}}, keep=1)
+        distributed.save_checkpoint(run, 2, net, optimizer, {{}}, keep=1)
 
     for when in ("data", "rename", "cleaning"):
         child = os.fork()  # torch is imported once
@@ -407,39 +407,30 @@ KILLED = """
 
 
 @pytest.fixture(scope="module")
-def killed(qwen_lm, tmp_path_factory):
+def killed(tmp_path_factory):
     """Run folders, by name, of processes that were killed while they saved checkpoint 2."""
     out = tmp_path_factory.mktemp("killed")
-    code = textwrap.dedent(
-        KILLED.format(root=str(ROOT), tests=str(ROOT / "tests"), lm=qwen_lm, out=str(out))
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        timeout=300,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    code = textwrap.dedent(KILLED.format(root=str(ROOT), out=str(out)))
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True, env=env)
     assert done.stdout.split() == ["data", "9", "rename", "9", "cleaning", "9"], done.stderr
     return out
 
 
 @pytest.mark.parametrize("when, newest", [("data", 1), ("rename", 1), ("cleaning", 2)])
-def test_a_kill_in_the_middle_of_a_save(dist, qwen_lm, killed, saver, when, newest):
+def test_a_kill_in_the_middle_of_a_save(dist, killed, saver, when, newest):
     run = killed / when
     left = [n for n in names(run) if n != f"checkpoint_{newest:06d}"]
-    assert left and all(
-        n.endswith(".tmp") for n in left
-    )  # something is there, and it bears no checkpoint's name
+    # something is there, and it bears no checkpoint's name
+    assert left and all(n.endswith(".tmp") for n in left)
     found, state = distributed.latest_checkpoint(str(run))
     assert state["step"] == newest
-    model, optimizer = trained(qwen_lm, 0, dist)
-    distributed.load_checkpoint(found, model, optimizer)
-    saver[0](run, 3)
-    assert names(run) == [
-        f"checkpoint_{newest:06d}",
-        "checkpoint_000003",
-    ]  # the next save sweeps it up
+    net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 8), 2)
+    net = distributed.shard_model(net, dist)
+    distributed.load_checkpoint(found, net, torch.optim.AdamW(net.parameters()))
+    saver[0](run, 3)  # the next save sweeps it up
+    assert names(run) == [f"checkpoint_{newest:06d}", "checkpoint_000003"]
 
 
 def test_a_second_resume_starts_where_the_first_one_ended(saver, tmp_path):
