@@ -310,8 +310,11 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
         if shown and golds and shown.isdisjoint(p for passages in golds.values() for p in passages):
             print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
-    types = answers.by_type(questions)
-    result = compare(cfg, systems, {}, {"type": types} if types else {}, "f1")
+    types: dict[str, list[str]] = {}  # "bridge", "2hop", … → ids
+    for question in questions:
+        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
+    groups = {"type": dict(sorted(types.items()))} if len(types) > 1 else {}
+    result = compare(cfg, systems, {}, groups, "f1")
     for title, found in files.items() if cfg.out else ():
         folder = cfg.out if len(files) == 1 else os.path.join(cfg.out, _file_name(title))
         answers.write_flashrag(folder, cfg.questions, found)

@@ -65,13 +65,13 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
     predictions: dict[str, Prediction] = {}
     for location, question, row in rows_of_sample(path, "id", sample):
         output = row["output"] if isinstance(row.get("output"), dict) else {}
-        found = {"response": row.get("answer", output.get("final_response"))}
-        found |= {key: row.get(key) for key in KINDS if key != "response"}
-        for key, kind in KINDS.items():
-            if found[key] is not None and type(found[key]) is not kind:
+        found = {key: row.get(key) for key in KINDS}
+        found["response"] = row.get("answer", output.get("final_response"))
+        for key, value in found.items():
+            if value is not None and type(value) is not KINDS[key]:
                 raise DataError(
-                    f"{location}: {key} is {str(found[key])[:60]!r}; it must be a "
-                    f"{kind.__name__} or null"
+                    f"{location}: {key} is {str(value)[:60]!r}; it must be a "
+                    f"{KINDS[key].__name__} or null"
                 )
         if found["retrieved"] is not None:
             found["retrieved"] = as_texts(found["retrieved"])
@@ -111,14 +111,6 @@ def score_predictions(
             row = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
             groups["golds"][question.id] = row
     return groups
-
-
-def by_type(questions: list[Question]) -> dict[str, list[str]]:
-    """Type of question (`metadata.type`, "2hop", …) → ids; empty for fewer than two types."""
-    types: dict[str, list[str]] = {}
-    for question in questions:
-        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
-    return dict(sorted(types.items())) if len(types) > 1 else {}
 
 
 def count_predictions(

@@ -59,32 +59,39 @@ def answer_means(rows: Sequence[dict]) -> dict[str, float]:
     return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS} | ends
 
 
+# figure, its best before, when it tells of a collapse (entropy: babble), in words
+SIGNS = (
+    (
+        "format_rate",
+        max,
+        lambda best, now: best > 0.2 and now < best / 2,
+        "fell from {:.2f} to {:.2f}",
+    ),
+    ("reward", max, lambda best, now: best > 0.2 and now < best / 4, "fell from {:.3f} to {:.3f}"),
+    (
+        "entropy",
+        min,
+        lambda best, now: now > 3 * best + 0.5,
+        "rose from {:.2f} to {:.2f} nats a token",
+    ),
+    ("kl", min, lambda best, now: now > 2, "rose from {:.2f} to {:.2f} nats a token"),
+)
+
+
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Why the run should stop, by its last `window` steps against the best window before, if the
-    format rate halves, the mean reward falls below a quarter of its best, entropy triples (babble)
-    or KL passes 2 nats a token. Figures that are not finite are left out of a window's mean.
+    """Why the run should stop (SIGNS), by its last `window` steps against the best window before.
+
+    Figures that are not finite are left out of a window's mean.
     """
     if len(history) < 2 * window:
         return None
     starts = range(0, len(history) - 2 * window + 1, window)
     windows = [history[i : i + window] for i in starts] + [history[-window:]]
-
-    def before_and_now(key: str, best) -> tuple[float, float]:
+    for key, best_of, collapsed, words in SIGNS:
         *before, now = (mean([row[key] for row in rows]) for rows in windows)
-        return best((v for v in before if math.isfinite(v)), default=math.nan), now
-
-    best, now = before_and_now("format_rate", max)
-    if best > 0.2 and now < 0.5 * best:
-        return f"the format rate fell from {best:.2f} to {now:.2f}"
-    best, now = before_and_now("reward", max)
-    if best > 0.2 and now < 0.25 * best:
-        return f"the mean reward fell from {best:.3f} to {now:.3f}"
-    lowest, now = before_and_now("entropy", min)
-    if now > 3 * lowest + 0.5:
-        return f"the entropy rose from {lowest:.2f} to {now:.2f} nats a token"
-    _, now = before_and_now("kl", min)
-    if now > 2.0:
-        return f"the KL to the starting policy is {now:.2f} nats a token"
+        best = best_of(filter(math.isfinite, before), default=math.nan)
+        if collapsed(best, now):
+            return f"{key} {words.format(best, now)}"
     return None
 
 
@@ -98,7 +105,7 @@ def step_line(row: dict, steps: int, seconds: float) -> str:
     shown = " | ".join(f"{key} {row[key]:.3f}" for key in keys)
     took = " | ".join(f"{phase} {row[f'seconds_{phase}']:.1f}s" for phase in PHASES)
     return (
-        f"step {row['step']:05d}/{steps:05d} | {shown} | tokens {row['response_tokens']:.0f} | "
+        f"step {row['step']:05d}/{steps:05d} | {shown} | response_tokens {row['response_tokens']:.0f} | "
         f"norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | {took} | "
         f"left {seconds * (steps - row['step']) / 60:.0f}m"
     )
