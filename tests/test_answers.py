@@ -2,10 +2,7 @@
 files, FlashRAG's."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 import unicodedata
 from types import SimpleNamespace
 
@@ -13,6 +10,7 @@ import pytest
 
 import evaluate
 from config import ConfigError
+from config import run as run_entry
 from data import DataError, Question, read_questions
 from episodes.episode import Episode, Round, trajectory_row
 from episodes.tools import Call
@@ -35,8 +33,6 @@ from scoring.answers import (
     write_flashrag,
 )
 from scoring.ranking import bootstrap_interval
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def put(path, rows):
@@ -549,7 +545,7 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_command_scores_and_compares(files):
+def test_command_scores_and_compares(files, capsys):
     words = [
         f"answers={files}/after.jsonl",
         f"baseline={files}/before.jsonl",
@@ -558,11 +554,8 @@ def test_command_scores_and_compares(files):
         f"out={files}/out",
         "samples=500",
     ]
-    done = subprocess.run(
-        [sys.executable, f"{ROOT}/evaluate.py", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
+    run_entry(EvaluateConfig, evaluate.main, words)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["system"] == "after" and line["baseline"] == "before" and line["judged"] == 4
     assert line["em"] == pytest.approx(0.2) and line["f1"] == pytest.approx((1 + 2 / 3) / 5)
     assert (
@@ -723,7 +716,9 @@ def test_rows_of_episodes_are_read(tmp_path):
     )
     rounds = [Round("ask", [call], "shown"), Round("<answer>Lima</answer>")]
     answered = Episode([1], [2], [0.0], [1], 0, "answered", 0, 1, rounds, "Lima", True)
-    failed = Episode([1], [2], [0.0], [1], 0, "tool_error", 1, 1, rounds[:1], None, False, "time-out")
+    failed = Episode(
+        [1], [2], [0.0], [1], 0, "tool_error", 1, 1, rounds[:1], None, False, "time-out"
+    )
     rows = [
         trajectory_row(e, Question("q0", "where?", ["Lima"]), task, {}) for e in (answered, failed)
     ]

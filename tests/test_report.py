@@ -8,8 +8,6 @@ import math
 import os
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from config import ConfigError
 from config import run as run_entry
 from episodes import trajectories
 from runs import write_jsonl
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def many(count=60, seed=0):
@@ -418,12 +414,8 @@ def test_bad_input_leaves_with_status_2_and_a_way_out(arguments, message, capsys
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_last_line_of_the_command_is_json(tmp_path):
+def test_last_line_of_the_command_is_json(tmp_path, capsys):
     write_jsonl(str(tmp_path / "t.jsonl"), many(6))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "report.py"), f"trajectories={tmp_path / 't.jsonl'}"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1])["total"] == 6
+    words = [f"trajectories={tmp_path / 't.jsonl'}"]
+    run_entry(report.ReportConfig, report.main, words)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["total"] == 6
