@@ -317,8 +317,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 @contextlib.contextmanager
 def _whole_folder(folder: str) -> Iterator[str]:
-    """A temporary folder's name, which becomes `folder` where the block ends well; CheckpointError
-    for a disk's fault."""
+    """A temporary name that becomes `folder` if the block ends well; CheckpointError for a disk's
+    fault."""
     temporary, retired = f"{folder}.tmp", f"{folder}.old.tmp"
     try:
         yield temporary
@@ -422,7 +422,7 @@ def save_checkpoint(
         with open(os.path.join(temporary, rng), "wb") as f:
             torch.save(state, f)
             _flush(f)
-        own = (rng, f"__{rank}_", *[".metadata"][rank:])  # how its files' names begin
+        own = (rng, f"__{rank}_", ".metadata" if rank == 0 else rng)  # how its names begin
         sums = _checksums(temporary, [n for n in os.listdir(temporary) if n.startswith(own)])
     except (Exception, CheckpointException) as e:  # the second is a BaseException
         problem = _reason(e)
@@ -471,6 +471,10 @@ def _checkpoints(run_dir: str) -> dict[int, str]:
     return {step: os.path.join(run_dir, f"checkpoint_{step:06d}") for step in sorted(steps)}
 
 
+def _state(folder: str) -> Any:
+    return json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
+
+
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
     """(folder, its state.json) of the newest checkpoint that every rank sees, or None.
 
@@ -480,8 +484,7 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
     folders, readable = _checkpoints(run_dir), {}
     for step, folder in folders.items():
         try:
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                state = json.load(f)
+            state = _state(folder)
             if not isinstance(state, dict) or state.get("step") != step:
                 raise ValueError(f"it does not say step {step}")
             readable[step] = (folder, state)
@@ -506,8 +509,7 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
     """
     path, problem = os.path.join(folder, f"rng_rank{_rank():03d}.pt"), ""
     try:
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-            sums = json.load(f).get("checksums", {})  # none in those of earlier versions
+        sums = _state(folder).get("checksums", {})  # none in those of earlier versions
         share = sorted(sums)[_rank() :: c10d.get_world_size()]
         changed = [name for name, v in _checksums(folder, share).items() if v != sums[name]]
         problem = f"{changed[0]} is not what was written" if changed else ""
@@ -592,7 +594,6 @@ def _export(
             for part in parts:
                 part.save_pretrained(temporary)
             for name, text in texts.items():
-                with open(os.path.join(temporary, name), "w", encoding="utf-8") as f:
-                    f.write(text)
+                Path(temporary, name).write_text(text, encoding="utf-8")
 
     on_rank_0(write)

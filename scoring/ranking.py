@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytrec_eval
@@ -220,10 +220,10 @@ def _units(
     return sums, np.bincount(index).astype(float)
 
 
-def _chunks(samples: int, count: int) -> Iterator[int]:
+def _pieces(samples: int, count: int) -> list[int]:
     """`samples` in pieces whose (drawn, count) arrays take some megabytes."""
     size = max(1, 500_000 // count)
-    yield from (min(size, samples - start) for start in range(0, samples, size))
+    return [min(size, samples - start) for start in range(0, samples, size)]
 
 
 def _bootstrap(
@@ -235,10 +235,10 @@ def _bootstrap(
         return [None] * sums.shape[1]
     generator = np.random.default_rng(seed)
     drawn_means = []
-    for drawn in _chunks(samples, count):
+    for drawn in _pieces(samples, count):
         picks = generator.integers(0, count, (drawn, count)) + np.arange(drawn)[:, None] * count
         times = np.bincount(picks.ravel(), minlength=drawn * count).astype(float)
-        times = times.reshape(drawn, count)
+        times = times.reshape(drawn, count)  # how often a unit was drawn
         drawn_means.append(times @ sums / (times @ sizes)[:, None])  # (drawn, m)
     return np.quantile(np.concatenate(drawn_means), [0.025, 0.975], axis=0).T.tolist()
 
@@ -276,7 +276,7 @@ def paired_test(
     observed = sums.sum(axis=0)  # (m)
     generator = np.random.default_rng(seed)
     as_far = np.zeros(len(names))
-    for drawn in _chunks(samples, len(sums)):
+    for drawn in _pieces(samples, len(sums)):
         signs = generator.integers(0, 2, (drawn, len(sums)), dtype=np.int8) * 2.0 - 1.0
         # equal up to the rounding of sums
         as_far += (np.abs(signs @ sums) >= np.abs(observed) - 1e-9).sum(axis=0)

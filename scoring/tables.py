@@ -5,8 +5,7 @@ from __future__ import annotations
 from scoring.ranking import METRICS, PRINTED
 
 # key → head of the columns of every table, in this order
-NAMES = {m: m.replace("mrr", "MRR").replace("ndcg", "NDCG").replace("re", "Re") for m in METRICS}
-NAMES |= {
+NAMES = {m: m.capitalize() if m.startswith("recall") else m.upper() for m in METRICS} | {
     head.lower().replace(" ", "_").replace("-", "_"): head
     for head in ("all gold@10", "EM", "F1", "acc", "precision", "recall", "well-formed")
     + ("gold recall", "all gold", "searches")
