@@ -85,8 +85,6 @@ class EvaluateConfig:
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
     samples: Annotated[int, at_least(1)] = 10_000
     """bootstrap samples and sign flips"""
-    seed: int = 0
-    """of both"""
     out: str = ""
     """folder for table.md, metrics.json (intervals, tests, groups), config, searched runs"""
 
@@ -339,20 +337,21 @@ def compare(
     rows: dict[str, dict] = {}
     titles = list(systems)
     for n, (title, (row, scores)) in enumerate(systems.items()):
-        rows[title] = row = row | _row(scores, clusters, cfg.samples, cfg.seed)
+        rows[title] = row = row | _row(scores, clusters, cfg.samples)
         if n > 0:
-            row["paired"] = _paired(scores, systems[titles[0]][1], clusters, cfg)
+            row["paired"] = _paired(scores, systems[titles[0]][1], clusters, cfg.samples)
         if n > 1:
-            row["paired_before"] = _paired(scores, systems[titles[n - 1]][1], clusters, cfg)
+            before = systems[titles[n - 1]][1]
+            row["paired_before"] = _paired(scores, before, clusters, cfg.samples)
         for kind, labels in groups.items():
-            parts = {label: {q: scores[0][q] for q in labels[label]} for label in labels}
-            row.setdefault("groups", {})[kind] = {
-                label: _row([part], clusters, min(cfg.samples, 2000), cfg.seed)
-                | {"queries": len(part)}
-                for label, part in parts.items()
-            }
+            part = row.setdefault("groups", {}).setdefault(kind, {})
+            for label, queries in labels.items():
+                own = {query: scores[0][query] for query in queries}
+                part[label] = _row([own], clusters, min(cfg.samples, 2000))
+                part[label]["queries"] = len(own)
+    title, row = titles[-1], rows[titles[-1]]
     unit = "conversation" if clusters else "query"
-    units = len({clusters.get(query, query) for query in scores[0]})
+    units = len({clusters.get(query, query) for query in systems[title][1][0]})
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
         note += " Percentile intervals of so few are slightly too narrow."
@@ -364,17 +363,17 @@ def compare(
     return result
 
 
-def _row(scores: list[Scores], clusters: dict[str, str], samples: int, seed: int) -> dict:
+def _row(scores: list[Scores], clusters: dict[str, str], samples: int) -> dict:
     """Means of all metrics, and `ci`, their intervals."""
     row: dict[str, Any] = {"ci": {}}
     for part in filter(None, scores):
         row |= means(part)
-        row["ci"] |= bootstrap_interval(part, clusters, samples, seed)
+        row["ci"] |= bootstrap_interval(part, clusters, samples)
     return row
 
 
 def _paired(
-    ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], cfg: EvaluateConfig
+    ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], samples: int
 ) -> dict:
     """Metric → test, for the metrics and queries that both systems have."""
     out: dict[str, dict] = {}
@@ -382,7 +381,7 @@ def _paired(
         if both := [query for query in scores if query in baseline]:
             names = [name for name in scores[both[0]] if name in baseline[both[0]]]
             pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
-            out |= paired_test(*pair, clusters, cfg.samples, cfg.seed)
+            out |= paired_test(*pair, clusters, samples)
     return out
 
 
