@@ -105,9 +105,9 @@ def step_line(row: dict, steps: int, seconds: float) -> str:
     shown = " | ".join(f"{key} {row[key]:.3f}" for key in keys)
     took = " | ".join(f"{phase} {row[f'seconds_{phase}']:.1f}s" for phase in PHASES)
     return (
-        f"step {row['step']:05d}/{steps:05d} | {shown} | response_tokens {row['response_tokens']:.0f} | "
-        f"norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | {took} | "
-        f"left {seconds * (steps - row['step']) / 60:.0f}m"
+        f"step {row['step']:05d}/{steps:05d} | {shown} | response_tokens "
+        f"{row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | {took} "
+        f"| left {seconds * (steps - row['step']) / 60:.0f}m"
     )
 
 
