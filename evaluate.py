@@ -77,6 +77,8 @@ class EvaluateConfig:
     """qrels judge documents, passage ids are DOCUMENT-N: score by the best passage"""
     relevant_from: Annotated[int, at_least(1)] = 1
     """lowest gain that is relevant to MRR and recall"""
+    breakdown: bool = True
+    """with `turns`: metrics by turn depth and by topic switch too"""
     corpus: str = ""
     """corpus whose titles tell topic switches; unset: retriever.corpus"""
     sets: str | list[str] = ""
@@ -184,7 +186,7 @@ def score(cfg: EvaluateConfig) -> dict:
     if cfg.rewrites or cfg.query:
         _search_all(cfg, turns, qrels, systems)
     corpus = cfg.corpus or cfg.retriever.corpus
-    groups = breakdown.groups(turns, corpus, list(qrels)) if turns else {}
+    groups = breakdown.groups(turns, corpus, list(qrels)) if cfg.breakdown and turns else {}
     clusters = {turn.query_id: turn.conversation_id for turn in turns}
     return compare(cfg, systems, clusters, groups, "mrr")
 

@@ -686,6 +686,8 @@ def test_groups_are_means_of_their_queries_with_tables(tmp_path, capsys):
         "| MRR by topic, against the turn before | first turn (6) | same topic (6) "
         "| topic switch (6) |" in table
     )
+    words = [f"run={tmp_path}/a.trec", f"turns={tmp_path}/t.jsonl", "samples=5"]
+    assert "groups" not in evaluate.score(load_config(EvaluateConfig, [*words, "breakdown=false"]))
 
 
 # --------------------------------------------------------------------------------- cross evaluation
