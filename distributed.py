@@ -1,12 +1,9 @@
-"""Process group, FSDP2 sharding, collectives, checkpoints: one path for one process or many.
+"""Process group, FSDP2, collectives, checkpoints, exports: one path for one process or many.
 
-A leaf: needs torch alone, and what comes with transformers (huggingface_hub, safetensors) to
-export.
-
-A checkpoint is a folder `checkpoint_000120/`: sharded weights and optimizer state, which another
-number of processes can load, the RNG state of every rank, and `state.json` with a checksum of each
-file. It is written under a temporary name and renamed: a folder with the right name is whole. torch
-unpickles a part of it, so a checkpoint is code: load those of your own runs alone.
+A leaf: needs torch and safetensors, and huggingface_hub to export. A checkpoint is a folder
+`checkpoint_000120/` that is whole where it has its name: sharded weights and optimizer state, for
+any number of processes, every rank's random state, and `state.json` with a checksum of each file.
+torch unpickles a part of it, so a checkpoint is code: load those of your own runs alone.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as c10d
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,21 +58,19 @@ class Dist:
 
 # ---------------------------------------------------------------------------- process group
 
-_host: c10d.ProcessGroup | None = None  # of all ranks, gloo, with HOST_WAIT; None: the default one
+_host: c10d.ProcessGroup | None = None  # of all ranks, gloo, with HOST_WAIT
 
 
 def setup() -> Dist:
     """Join the process group that torchrun describes, or make one of this process alone."""
     global _host
-    cuda = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    )
-    if cuda:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not c10d.is_initialized():
         alone = {} if "RANK" in os.environ else dict(store=c10d.HashStore(), rank=0, world_size=1)
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         c10d.init_process_group(backend, timeout=DEVICE_WAIT, **alone)
         _host = c10d.new_group(backend="gloo", timeout=HOST_WAIT)
     return Dist(c10d.get_rank(), c10d.get_world_size(), device)
@@ -90,14 +86,14 @@ def cleanup() -> None:
         atexit.register(gc.collect)
 
 
+def _rank() -> int:
+    return c10d.get_rank() if c10d.is_initialized() else 0
+
+
 def print0(*words: Any) -> None:
     """Print to stdout from rank 0 alone."""
     if _rank() == 0:
         print(*words, flush=True)
-
-
-def _rank() -> int:
-    return c10d.get_rank() if c10d.is_initialized() else 0
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
@@ -122,7 +118,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def on_rank_0(function: Callable, *args: Any) -> Any:
-    """What `function` returns on rank 0, or raises there, on every rank (a collective)."""
+    """What `function` returns or raises on rank 0, on every rank (a collective)."""
     if not c10d.is_initialized():
         return function(*args)
     result, error = None, None
@@ -131,16 +127,16 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
             result = function(*args)
         except Exception as e:  # raised below: the others must not be left waiting
             error = e
-    result, theirs = broadcast_object((result, error))
-    if theirs is not None:
-        raise error or theirs
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise error
     return result
 
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Within the block the processes of a host work one after the other (a collective): of a model
-    that is loaded and sharded in it the host holds one whole copy at a time."""
+    """The processes of a host run the block one after the other (a collective): of a model that is
+    loaded and sharded in it a host holds one whole copy at a time."""
     turn, turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     for _ in range(turn):
         c10d.barrier(group=_host)
@@ -153,11 +149,9 @@ def in_turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Within the block signals are noted in a list and the step is finished; a later one ends it.
+    """Within the block signals go to a list, so that a step can be finished; a later one ends it.
 
-    These are SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and, unless nohup has it ignored, SIGHUP. What comes
-    within two seconds is the same one: a scheduler signals workers and torchrun, which passes it
-    on.
+    One within two seconds is the same: a scheduler signals torchrun too, which passes it on.
     """
     noted: list[int] = []
     first = 0.0
@@ -170,7 +164,7 @@ def noted_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}
     try:
@@ -189,7 +183,7 @@ def signal_of_any(noted: list[int]) -> int:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The module list that holds most of the parameters: the decoder layers, in any family."""
+    """The decoder layers of any family: the module list with most of the parameters."""
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
@@ -201,21 +195,19 @@ def shard_model(
     gather_once: bool = False,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """FSDP2 over all ranks, a unit per decoder layer and one for the rest (with tied embeddings).
+    """FSDP2 over all ranks, a unit a decoder layer and one for the rest; gradients are averaged.
 
-    A model on the CPU goes to the device a unit at a time: the card never holds the whole of it.
-    Parameters stay shards of the dtype they have; with `bf16` they are cast for compute and
-    gradients are reduced in float32. Gradients are averaged over ranks: multiply the loss by the
-    world size where a sum is meant.
-    `gather_once`: a layer's weights, once gathered for a forward pass, stay until a backward pass
-    with `set_reshard_after_backward(True)` or `reshard`: 2 bytes a parameter, and less traffic.
-    `cpu_offload`: shards, their gradients and the optimizer's moments rest in pinned host memory.
+    A model on the CPU goes to the device a unit at a time.
+    bf16: compute so, with gradients reduced in float32 and shards of the dtype they have.
+    gather_once: a layer's weights, once gathered, stay until a backward pass with
+        `set_reshard_after_backward(True)` or `reshard`: 2 bytes a parameter, and less traffic.
+    cpu_offload: shards, gradients and moments rest in pinned host memory.
     """
-    mesh = init_device_mesh(dist.device.type, (dist.world,))
-    types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else {}
-    pinned = fsdp.CPUOffloadPolicy(pin_memory=dist.device.type == "cuda")
-    rest = pinned if cpu_offload else fsdp.OffloadPolicy()
-    settings = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**types), offload_policy=rest)
+    settings: dict[str, Any] = {"mesh": init_device_mesh(dist.device.type, (dist.world,))}
+    if bf16:
+        settings["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if cpu_offload:
+        settings["offload_policy"] = fsdp.CPUOffloadPolicy(dist.device.type == "cuda")
     model.computes_on = dist.device, torch.bfloat16 if bf16 else next(model.parameters()).dtype
     for layer in decoder_layers(model):
         fsdp.fully_shard(layer, **settings, reshard_after_forward=not gather_once)
@@ -237,19 +229,12 @@ def clean_name(name: str) -> str:
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective: every rank calls it), or the tensor itself."""
+    """The whole of a sharded tensor (a collective), or the tensor itself."""
     if not isinstance(value, DTensor):
         return value
     if value.device_mesh.size() == 1:  # 0.1 ms each: a model has hundreds, and an engine waits
         return value.to_local()
     return value.full_tensor()
-
-
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """`named_parameters`, sharded: those that the optimizer knows. After a forward pass without a
-    backward pass FSDP keeps the root's whole, under the same names."""
-    reshard(model)
-    yield from model.named_parameters()
 
 
 def reshard(model: nn.Module) -> None:
@@ -259,52 +244,54 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that the optimizer knows: FSDP shows others after a forward pass without a backward."""
+    reshard(model)
+    yield from model.named_parameters()
+
+
 GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones mean waiting for starts
 
 
 def full_parameters(
     model: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every parameter, tied ones once; some are whole at a
-    time.
+    """(Hugging Face name, whole tensor) of every parameter, tied ones once, then of the buffers
+    that a checkpoint has (a router's bias). A collective; a few are whole at a time.
 
-    A collective. Behind them come the buffers that a checkpoint has (a router's bias), as they are.
-    With `dtype` parameters are cast to it, the shards before they are gathered. Of a layer with a
-    LoRA adapter W + scaling · B·A, in float32, each time from the frozen W: it never drifts.
+    Shards are cast to `dtype` before they are gathered. A layer with a LoRA adapter gives
+    W + scaling · B·A in float32, each time from the frozen W: it never drifts.
     """
     layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
     pairs = [(n, p.detach()) for n, p in _named_parameters(model) if ".lora_" not in n]
     ends = itertools.accumulate(p.nbytes for _, p in pairs)
     keys = [(p.dtype, n in adapted, end // GATHER_BYTES) for (n, p), end in zip(pairs, ends)]
-    for (_, merged, _), part in itertools.groupby(zip(pairs, keys), lambda x: x[1]):
-        names, shards = zip(*(pair for pair, _ in part))
-        if merged:
-            whole = (_merged(p, adapted[n]) for n, p in zip(names, shards))
-            values = (w if dtype is None else w.to(dtype) for w in whole)
-        else:
-            values = gather(shards, dtype)
-        yield from zip(map(clean_name, names), values)
+    for (own, merged, _), part in itertools.groupby(zip(keys, pairs), lambda x: x[0]):
+        names, shards = zip(*(pair for _, pair in part))
+        for name, whole in zip(names, gather(shards, own if merged else dtype or own)):
+            if merged:
+                whole = _merged(whole, adapted[name]).to(dtype or torch.float32)
+            yield clean_name(name), whole
     kept = model.state_dict().keys()
     yield from ((clean_name(n), full_tensor(b)) for n, b in model.named_buffers() if n in kept)
 
 
-def gather(shards: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+def gather(shards: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """The whole of every tensor (any shapes, one dtype), cast: sharded ones in one collective."""
-    first = shards[0]
-    dtype = dtype or first.dtype
-    if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
+    mesh = getattr(shards[0], "device_mesh", None)
+    if mesh is None or mesh.size() == 1:
         yield from (full_tensor(shard).to(dtype) for shard in shards)
         return
-    world = first.device_mesh.size()
+    world = mesh.size()
     rows = [-(-s.shape[0] // world) for s in shards]  # of a rank; the last may have fewer, or none
     sizes = [n * s.shape[1:].numel() for n, s in zip(rows, shards)]
-    own = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+    own = torch.zeros(sum(sizes), dtype=dtype, device=shards[0].device)
     for part, shard in zip(own.split(sizes), shards):
         local = shard.to_local()
         part[: local.numel()] = local.flatten()  # cast
     every = own.new_empty(world, len(own))
-    c10d.all_gather(list(every), own, group=first.device_mesh.get_group())
+    c10d.all_gather(list(every), own, group=mesh.get_group())
     for part, n, s in zip(every.split(sizes, dim=1), rows, shards):
         yield part.reshape(world * n, *s.shape[1:])[: s.shape[0]]
 
@@ -313,140 +300,41 @@ def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
     """A LoRA layer's weight (out, in) with its active adapter added, float32 (a collective)."""
     (name,) = layer.active_adapters
     a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
-    return full_tensor(weight).float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
+    return weight.float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale gradients to an L2 norm of at most `max_norm`, if it is finite; returns what it was."""
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
-    if not params:
-        return 0.0
     norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))
     if torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return float(norm)
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- whole folders
 
 
-def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters and, by the same names, the optimizer's moments (made here before step 1).
-
-    What is frozen, the base of a LoRA adapter, comes from where it was loaded.
-    """
-    fused = bool(optimizer.param_groups[0].get("fused"))
-    state: dict = {"model": {}, "optimizer": {}}
-    for name, p in _named_parameters(model):
-        if p.requires_grad:
-            state["model"][name] = p
-            moments = optimizer.state[p]
-            if not moments:
-                moments.update(
-                    step=torch.zeros((), device=p.device if fused else "cpu"),
-                    exp_avg=torch.zeros_like(p),
-                    exp_avg_sq=torch.zeros_like(p),
-                )
-            state["optimizer"][name] = moments
-    return state
-
-
-def save_checkpoint(
-    run_dir: str,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    extra: dict,
-    keep: int = 2,
-) -> str:
-    """Write `run_dir/checkpoint_<step>` and remove all but the newest `keep`; returns the folder.
-
-    A collective. `extra` is JSON-able and stands in `state.json`. CheckpointError on a full disk or
-    an unwritable folder: nothing half-written is left, earlier checkpoints are untouched.
-    """
-    folder = os.path.join(run_dir, f"checkpoint_{step:06d}")
-    temporary, rank = f"{folder}.tmp", _rank()
-    on_rank_0(clear_temporaries, run_dir)
-    problem, sums = "", {}
+@contextlib.contextmanager
+def _whole_folder(folder: str) -> Iterator[str]:
+    """A temporary name that becomes `folder` if the block ends well; CheckpointError for a disk's
+    fault."""
+    temporary, retired = f"{folder}.tmp", f"{folder}.old.tmp"
     try:
-        os.makedirs(temporary, exist_ok=True)
-        dcp.save(_training_state(model, optimizer), checkpoint_id=temporary, process_group=_host)
-        rng = f"rng_rank{rank:03d}.pt"
-        state = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        with open(os.path.join(temporary, rng), "wb") as f:
-            torch.save(state, f)
-            _flush(f)
-        for name in os.listdir(temporary):
-            if name == rng or name.startswith(f"__{rank}_") or name == ".metadata" and rank == 0:
-                sums[name] = _checksum(os.path.join(temporary, name))
-    except (Exception, CheckpointException) as e:  # the second is a BaseException
-        problem = _reason(e)
-        with contextlib.suppress(OSError):  # torch reports a full disk as "unexpected pos"
-            if shutil.disk_usage(run_dir).free < 1 << 20 and "No space" not in problem:
-                problem = f"No space left on device: {problem}"
-    found = gather_objects((problem, sums))
-
-    on_rank_0(_finish_checkpoint, folder, step, found, extra, keep)
-    return folder
-
-
-def _finish_checkpoint(folder: str, step: int, found: list, extra: dict, keep: int) -> None:
-    """Add state.json, name the folder, remove old ones; `found`: (problem, sums) of each rank."""
-    run_dir, temporary = os.path.dirname(folder), f"{folder}.tmp"
-    try:
-        if problems := [p for p, _ in found if p]:
-            raise OSError(problems[0])
-        sums = {name: value for _, part in found for name, value in part.items()}
-        with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
-            json.dump({"step": step, "world": len(found), **extra, "checksums": sums}, f, indent=1)
-            _flush(f)
-        _replace(temporary, folder)
-        earlier = [f for f in _checkpoint_folders(run_dir) if _step(f) < step]
-        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
-            os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
-            shutil.rmtree(f"{old}.tmp")
-    except OSError as e:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {folder} could not be written: {_reason(e)}; earlier checkpoints are "
-            "intact: free some disk space and start again, the run resumes from the newest"
-        ) from e
-
-
-def _flush(f) -> None:
-    f.flush()
-    os.fsync(f.fileno())
-
-
-def _checksum(path: str) -> int:
-    """CRC-32 of a file: it finds damage, not forgery."""
-    value = 0
-    with open(path, "rb") as f:
-        while block := f.read(1 << 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _reason(e: BaseException) -> str:
-    """In one line what went wrong: the first error of any rank, without torch's wrapping."""
-    if isinstance(e, CheckpointException) and e.failures:
-        e = next(iter(e.failures.values()))[0]
-    return " ".join(str(e).split())[-300:] or type(e).__name__
-
-
-def _replace(temporary: str, folder: str) -> None:
-    """Give a finished folder its name, in place of an older one, which comes back if that fails."""
-    retired = f"{folder}.old.tmp"
-    shutil.rmtree(retired, ignore_errors=True)
-    if os.path.isdir(folder):
-        os.rename(folder, retired)
-    try:
+        yield temporary
+        if os.path.isdir(folder):
+            shutil.rmtree(retired, ignore_errors=True)
+            os.rename(folder, retired)
         os.rename(temporary, folder)
-    except OSError:
-        if os.path.isdir(retired):
+    except BaseException as e:
+        if os.path.isdir(retired) and not os.path.exists(folder):
             os.rename(retired, folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(e, (OSError, SafetensorError)):
+            raise CheckpointError(
+                f"{folder} could not be written: {_reason(e)}; what stood there and earlier "
+                "checkpoints are intact: free some disk space and start again"
+            ) from e
         raise
     shutil.rmtree(retired, ignore_errors=True)
 
@@ -462,9 +350,16 @@ def clear_temporaries(run_dir: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _reason(e: BaseException) -> str:
+    """In one line what went wrong: the first error of any rank, without torch's wrapping."""
+    if isinstance(e, CheckpointException) and e.failures:
+        e = next(iter(e.failures.values()))[0]
+    return " ".join(str(e).split())[-300:] or type(e).__name__
+
+
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run's folder grows to: `keep` checkpoints (a weight and two moments, float32),
-    exports (the model in `dtype`, or its adapter in float32), and one of each being written."""
+    """Bytes that a run grows to: checkpoints (a weight and two moments, float32), exports (a model
+    in `dtype`, or an adapter in float32), and one of each being written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -473,9 +368,8 @@ def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> 
 
 def check_free_space(folder: str, needed: int) -> None:
     """Raise CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
-    walk = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
-    held = sum(os.lstat(path).st_size for path in walk)
     path = Path(folder).absolute()
+    held = sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
     if needed - held > free:
         raise CheckpointError(
@@ -484,74 +378,158 @@ def check_free_space(folder: str, needed: int) -> None:
         )
 
 
-def _step(folder: str) -> int:
-    return int(folder.rpartition("_")[2])
+# ---------------------------------------------------------------------------- checkpoints
 
 
-def _checkpoint_folders(run_dir: str) -> list[str]:
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Trained parameters (the frozen base of an adapter is loaded anew) and, by the same names,
+    AdamW's moments, made here before step 1."""
+    fused = bool(optimizer.param_groups[0].get("fused"))
+    trained = {name: p for name, p in _named_parameters(model) if p.requires_grad}
+    for p in trained.values():
+        if not optimizer.state[p]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), device=p.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return {"model": trained, "optimizer": {n: optimizer.state[p] for n, p in trained.items()}}
+
+
+def save_checkpoint(
+    run_dir: str,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: dict,
+    keep: int = 2,
+) -> str:
+    """Write `run_dir/checkpoint_<step>` and remove all but the newest `keep`; returns the folder.
+
+    A collective. `extra` goes to `state.json`. CheckpointError on a full disk or an unwritable
+    folder: nothing half-written is left, earlier checkpoints are untouched.
+    """
+    folder, rank = os.path.join(run_dir, f"checkpoint_{step:06d}"), _rank()
+    temporary, rng = f"{folder}.tmp", f"rng_rank{rank:03d}.pt"
+    on_rank_0(clear_temporaries, run_dir)
+    problem, sums = "", {}
+    try:
+        os.makedirs(temporary, exist_ok=True)
+        dcp.save(_training_state(model, optimizer), checkpoint_id=temporary, process_group=_host)
+        state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        with open(os.path.join(temporary, rng), "wb") as f:
+            torch.save(state, f)
+            _flush(f)
+        own = (rng, f"__{rank}_", ".metadata" if rank == 0 else rng)  # how its names begin
+        sums = _checksums(temporary, [n for n in os.listdir(temporary) if n.startswith(own)])
+    except (Exception, CheckpointException) as e:  # the second is a BaseException
+        problem = _reason(e)
+        with contextlib.suppress(OSError):  # torch reports a full disk as "unexpected pos"
+            if shutil.disk_usage(run_dir).free < 1 << 20 and "No space" not in problem:
+                problem = f"No space left on device: {problem}"
+    found = gather_objects((problem, sums))
+
+    def finish() -> None:
+        with _whole_folder(folder):
+            if problems := [p for p, _ in found if p]:
+                raise OSError(problems[0])
+            sums = {name: value for _, part in found for name, value in part.items()}
+            state = {"step": step, "world": len(found), **extra, "checksums": sums}
+            with open(os.path.join(temporary, "state.json"), "w", encoding="utf-8") as f:
+                json.dump(state, f, indent=1)
+                _flush(f)
+        earlier = [old for n, old in _checkpoints(run_dir).items() if n < step]
+        for old in earlier[::-1][keep - 1 :]:
+            os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
+            shutil.rmtree(f"{old}.tmp")
+
+    on_rank_0(finish)
+    return folder
+
+
+def _flush(f) -> None:
+    f.flush()
+    os.fsync(f.fileno())
+
+
+def _checksums(folder: str, names: list[str]) -> dict[str, int]:
+    """CRC-32 of files, by name: it finds damage, not forgery."""
+    sums = dict.fromkeys(names, 0)
+    for name in names:
+        with open(os.path.join(folder, name), "rb") as f:
+            while block := f.read(1 << 24):
+                sums[name] = zlib.crc32(block, sums[name])
+    return sums
+
+
+def _checkpoints(run_dir: str) -> dict[int, str]:
+    """Step → folder of a run's checkpoints, in the order of steps."""
     names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
-    found = (os.path.join(run_dir, n) for n in names if re.fullmatch(r"checkpoint_\d{6,}", n))
-    return sorted(found, key=_step)
+    steps = (int(name[11:]) for name in names if re.fullmatch(r"checkpoint_\d{6,}", name))
+    return {step: os.path.join(run_dir, f"checkpoint_{step:06d}") for step in sorted(steps)}
+
+
+def _state(folder: str) -> Any:
+    return json.loads(Path(folder, "state.json").read_text(encoding="utf-8"))
 
 
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
-    """(folder, its state.json) of the newest checkpoint that every rank sees; None if there is
-    none.
+    """(folder, its state.json) of the newest checkpoint that every rank sees, or None.
 
-    A collective. A folder with an unreadable state.json is passed over with a warning; if no other
+    A collective. A folder with a damaged state.json is passed over with a warning; where no other
     is left, CheckpointError: a run never starts at step 0 over the remains of an earlier one.
     """
-    readable: dict[int, tuple[str, dict]] = {}
-    folders = _checkpoint_folders(run_dir)
-    for folder in folders:
+    folders, readable = _checkpoints(run_dir), {}
+    for step, folder in folders.items():
         try:
-            with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-                state = json.load(f)
-            if not isinstance(state, dict) or state.get("step") != _step(folder):
-                raise ValueError(f"it does not say step {_step(folder)}")
-            readable[_step(folder)] = (folder, state)
+            state = _state(folder)
+            if not isinstance(state, dict) or state.get("step") != step:
+                raise ValueError(f"it does not say step {step}")
+            readable[step] = (folder, state)
         except (OSError, ValueError) as e:
             print(f"warning: {folder}/state.json is damaged ({e}): left out", file=sys.stderr)
-    common = set.intersection(*map(set, gather_objects(sorted(readable))))
-    if not common and any(gather_objects(folders)):
+    steps, begun = zip(*gather_objects((set(readable), bool(folders))))
+    if common := set.intersection(*steps):
+        return readable[max(common)]
+    if any(begun):
         raise CheckpointError(
             f"no checkpoint in {run_dir} is whole and seen by every process "
-            f"({', '.join(folders) or 'none here'}); move them away to start anew"
+            f"({', '.join(folders.values()) or 'none here'}); move them away to start anew"
         )
-    return readable[max(common)] if common else None
+    return None
 
 
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer and, where this rank has one, RNG from a checkpoint of any world size.
+    """Fill model, optimizer and random state from a checkpoint of any world size (a collective).
 
-    A collective. CheckpointError for a file that is not as it was written (found before anything of
-    it is unpickled), and for a checkpoint of another model.
+    CheckpointError for another model's, and for a file that is not as it was written (found before
+    anything is unpickled).
     """
-    path = os.path.join(folder, f"rng_rank{_rank():03d}.pt")
-    problem = ""
+    path, problem = os.path.join(folder, f"rng_rank{_rank():03d}.pt"), ""
     try:
-        with open(os.path.join(folder, "state.json"), encoding="utf-8") as f:
-            sums = json.load(f).get("checksums", {})  # none in those of earlier versions
-        for name in sorted(sums)[_rank() :: c10d.get_world_size()]:
-            if _checksum(os.path.join(folder, name)) != sums[name]:
-                raise ValueError(f"{name} is not what was written")
+        sums = _state(folder).get("checksums", {})  # none in those of earlier versions
+        share = sorted(sums)[_rank() :: c10d.get_world_size()]
+        changed = [name for name, v in _checksums(folder, share).items() if v != sums[name]]
+        problem = f"{changed[0]} is not what was written" if changed else ""
     except (OSError, ValueError) as e:
         problem = _reason(e)
     try:
-        if problems := [p for p in gather_objects(problem) if p]:
+        if problems := list(filter(None, gather_objects(problem))):
             raise ValueError(problems[0])
         dcp.load(_training_state(model, optimizer), checkpoint_id=folder, process_group=_host)
-        rng = torch.load(path, weights_only=True) if os.path.exists(path) else None
+        rng = torch.load(path, weights_only=True) if os.path.exists(path) else {}
     except (Exception, CheckpointException) as e:
         raise CheckpointError(
             f"checkpoint {folder} does not load: {_reason(e)}; it is damaged or belongs to another "
             "model: remove it to resume from the one before"
         ) from e
-    if rng is not None:
+    if rng:
         torch.set_rng_state(rng["torch"])
         random.setstate(rng["python"])
-        if "cuda" in rng and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rng["cuda"])
+    if "cuda" in rng and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rng["cuda"])
 
 
 # ---------------------------------------------------------------------------- exports
@@ -567,25 +545,15 @@ def export_hf(
     """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all.
 
     A collective. A LoRA adapter is merged in float32, then rounded to `dtype` once. `notes`:
-    further JSON files by name. CheckpointError on a full disk or an unwritable folder: what stood
-    in `folder` before stays.
+    further JSON files by name. CheckpointError on a full disk or an unwritable folder.
     """
-    from huggingface_hub import save_torch_state_dict
-
-    state = _host_copies(full_parameters(model), dtype)
-
-    def write(temporary: str) -> None:
-        save_torch_state_dict(state, temporary)
-        config = type(model.config).from_dict(model.config.to_dict())
-        config.dtype, config.use_cache = dtype, True
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
-        config.save_pretrained(temporary)
-        if model.generation_config is not None:
-            # as JSON: save_pretrained refuses what some published models set
-            model.generation_config.to_json_file(os.path.join(temporary, "generation_config.json"))
-        tokenizer.save_pretrained(temporary)
-
-    on_rank_0(_write_folder, folder, write, notes)
+    config = copy.deepcopy(model.config)
+    config.dtype, config.use_cache = dtype, True
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
+    texts = {name: json.dumps(note) for name, note in (notes or {}).items()}
+    if model.generation_config is not None:  # save_pretrained refuses what published models set
+        texts["generation_config.json"] = model.generation_config.to_json_string()
+    _export(folder, "model", full_parameters(model), dtype, (config, tokenizer), texts)
 
 
 def export_adapter(
@@ -595,46 +563,37 @@ def export_adapter(
 
     `model.peft_config["default"]` holds its settings, the model it belongs to among them.
     """
-    from safetensors.torch import save_file
-
     pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
-    keys = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
+    names = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
     wholes = (full_tensor(p.detach()) for _, p in pairs)
-    state = _host_copies(zip(keys, wholes), torch.float32)
-
-    def write(temporary: str) -> None:
-        save_file(state, f"{temporary}/adapter_model.safetensors", metadata={"format": "pt"})
-        settings = copy.copy(model.peft_config["default"])
-        settings.inference_mode = True
-        settings.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-
-    on_rank_0(_write_folder, folder, write, notes)
+    settings = copy.copy(model.peft_config["default"])
+    settings.inference_mode = True
+    texts = {name: json.dumps(note) for name, note in (notes or {}).items()}
+    parts = (settings, tokenizer)
+    _export(folder, "adapter_model", zip(names, wholes), torch.float32, parts, texts)
 
 
-def _host_copies(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rank 0's copies of full tensors; the other ranks have none."""
-    return {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in pairs if _rank() == 0}
+def _export(
+    folder: str,
+    stem: str,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    parts: tuple,
+    texts: dict[str, str],
+) -> None:
+    """Rank 0 writes a folder: weights, what `parts` save, texts by file name (a collective)."""
+    state = {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in weights if _rank() == 0}
 
+    def write() -> None:
+        from huggingface_hub import save_torch_state_dict
 
-def _write_folder(folder: str, write: Callable[[str], None], notes: dict[str, dict] | None) -> None:
-    """Let `write` fill a folder under a temporary name; add `notes`, and give it its name."""
-    from safetensors import SafetensorError
+        with _whole_folder(folder) as temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.makedirs(temporary)
+            save_torch_state_dict(state, temporary, filename_pattern=stem + "{suffix}.safetensors")
+            for part in parts:
+                part.save_pretrained(temporary)
+            for name, text in texts.items():
+                Path(temporary, name).write_text(text, encoding="utf-8")
 
-    temporary = f"{folder}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        os.makedirs(temporary)
-        write(temporary)
-        for name, note in (notes or {}).items():
-            with open(os.path.join(temporary, name), "w", encoding="utf-8") as f:
-                json.dump(note, f)
-        _replace(temporary, folder)
-    except BaseException as e:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, (OSError, SafetensorError)):
-            raise CheckpointError(
-                f"{folder} could not be written: {_reason(e)}; an earlier export there is intact: "
-                "free some disk space and start again"
-            ) from e
-        raise
+    on_rank_0(write)

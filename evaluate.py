@@ -5,27 +5,25 @@
         retriever.index=index
     python evaluate.py --config cross.yaml      # data sets and retrievers: `sets` and `retrievers`
     python evaluate.py answers=trajectory.jsonl questions=test.jsonl qrels=test.qrels
-
-What the metrics mean stands in docs/metrics.md. `--help` lists every setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Iterable
 
-from config import ConfigError, at_least, build, check_ranges, save_config, to_dict
+from config import ConfigError, at_least, build, save_config, to_dict
 from config import run as run_entry
-from data import DataError, Turn, _text, read_jsonl, read_questions, read_turns, with_gold
+from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
 from scoring import answers, breakdown
-from scoring.plots import NAMES, cell, group_chart, group_table, markdown_table, tables
 from scoring.ranking import (  # noqa: F401  also names of this module
     DEPTH,
     METRICS,
@@ -36,68 +34,66 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     all_gold_scores,
     best_passages,
     bootstrap_interval,
-    check_judgments,
     evaluate_run,
-    matrix,
+    means,
     paired_test,
     paper_protocol,
     rank_results,
     read_qrels,
     read_run,
     score_run,
-    write_qrels,
     write_run,
 )
+from scoring.tables import group_table, tables
 from search.passages import RetrieverConfig
 
 
 @dataclass
 class EvaluateConfig:
     answers: str | list[str] = ""
-    """files of predicted answers to `questions` (infer.py's, or id and prediction), by commas;
-    `qrels`, `baseline` (a file of answers too), `sample`, `samples`, `seed` and `out` apply"""
+    """files of predicted answers (infer.py's, or id and prediction), by commas"""
     questions: str = ""
-    """questions file (JSONL) with golden answers; without `answers` the questions themselves are
-    searched (query=question), which adds all_gold@10"""
+    """questions file with golden answers; without `answers` the questions are searched"""
     run: str | list[str] = ""
-    """TREC run files to score, separated by commas"""
+    """TREC run files, by commas"""
     qrels: str = ""
-    """TREC qrels file; without one, the gold passages of `turns` are the qrels"""
+    """TREC qrels file; unset: the gold passages of `turns`"""
     baseline: str = ""
-    """file that the others are compared with; without one, that is the first system"""
+    """file that the others are compared with; unset: the first system"""
     turns: str = ""
-    """turns file (JSONL): needed to search, and for intervals by conversation"""
+    """turns file: needed to search, and for intervals by conversation"""
     rewrites: str | list[str] = ""
-    """JSONL files with query_id and rewrite (infer.py's), separated by commas; they are searched"""
+    """files with query_id and rewrite (infer.py's), by commas; they are searched"""
     sample: int = 0
-    """which sample to score where a file has several of a turn or question"""
+    """which sample of a turn or question to score"""
     query: str | list[str] = ""
-    """rules to search with, separated by commas: question, first (question of the conversation),
+    """rules to search with, by commas: question, first (question of the conversation),
     first+question, previous+question, context (all of it), rewrite (the given one)"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the index to search"""
     k: Annotated[int, at_least(1)] = DEPTH
-    """results per query; those beyond 100 never count (documents=true: beyond 100 documents)"""
+    """results per query; those beyond 100 never count"""
     documents: bool = False
-    """qrels judge documents, passage ids are DOCUMENT-N (CAsT 2021): score by the best passage"""
+    """qrels judge documents, passage ids are DOCUMENT-N: score by the best passage"""
     relevant_from: Annotated[int, at_least(1)] = 1
-    """lowest gain that is relevant to MRR and recall (CAsT 2020 and 2021 often take 2)"""
+    """lowest gain that is relevant to MRR and recall"""
     breakdown: bool = True
-    """with `turns`: metrics by turn depth and by topic switch too, with plots in `out`"""
+    """with `turns`: metrics by turn depth and by topic switch too"""
     corpus: str = ""
-    """corpus whose titles tell topic switches where turns have no topic; unset: retriever.corpus"""
+    """corpus whose titles tell topic switches; unset: retriever.corpus"""
     sets: str | list[str] = ""
-    """cross evaluation: names of data sets, by commas; each takes the place of @set in paths"""
+    """cross evaluation: data sets, by commas; each takes the place of @set in paths"""
     retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
-    cluster: Literal["auto", "conversation", "query"] = "auto"
-    """what intervals and tests draw as a whole; auto: conversations where there are turns"""
     samples: Annotated[int, at_least(1)] = 10_000
     """bootstrap samples and sign flips"""
-    seed: int = 0
-    """seed of both"""
     out: str = ""
-    """folder for table.md, metrics.json (intervals, tests, groups), plots, config, searched runs"""
+    """folder for table.md, metrics.json (intervals, tests, groups), config, searched runs"""
+
+    def __post_init__(self):
+        for name in ("answers", "run", "rewrites", "query", "sets"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [part.strip() for part in value.split(",") if part.strip()])
 
 
 # the history from its end in "context": a length limit cuts off the oldest
@@ -112,194 +108,64 @@ QUERY_TEXTS = {
     "rewrite": lambda t: t.rewrite,  # a turn without one counts as missing
 }
 
-
-def _listed(value: str | list[str]) -> list[str]:
-    parts = value.split(",") if isinstance(value, str) else value
-    return [part.strip() for part in parts if part.strip()]
+FEW = 50  # units, below which percentile intervals are a little narrow
 
 
 def check(cfg: EvaluateConfig) -> None:
     """ConfigError for settings that cannot be scored, before anything is read."""
-    check_ranges(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    queries, rewrites = _listed(cfg.query), _listed(cfg.rewrites)
-    if _listed(cfg.answers):
-        if not cfg.questions:
-            raise ConfigError("answers need questions=FILE, which has the golden answers")
-        for name in ("run", "rewrites", "query", "turns", "sets"):
-            if value := getattr(cfg, name):
-                raise ConfigError(f"{name}={value} does not go with answers; score them apart")
-        return
-    if not queries and not rewrites and not _listed(cfg.run):
-        raise ConfigError("nothing to score: give run=, rewrites=, query= or answers=")
-    if unknown := [name for name in queries if name not in QUERY_TEXTS]:
-        raise ConfigError(f"query={unknown[0]!r} is unknown; there are {', '.join(QUERY_TEXTS)}")
-    if (rewrites or queries) and not cfg.turns and not cfg.questions:
-        what = (rewrites + queries)[0]
-        raise ConfigError(f"{what} has to be searched, which needs turns=FILE and an index")
-    if cfg.questions and (cfg.turns or rewrites or not cfg.qrels or queries[:1] != ["question"]):
-        raise ConfigError("questions go with qrels=FILE and query=question, or with answers=FILE")
-    if cfg.documents and not cfg.qrels:
-        raise ConfigError("documents=true needs qrels=FILE, the judgments of documents")
-    if not cfg.qrels and not cfg.turns:
-        raise ConfigError("no judgments: give qrels=FILE, or turns=FILE, whose gold_ids are used")
-    if cfg.cluster == "conversation" and not cfg.turns:
-        raise ConfigError("cluster=conversation needs turns=FILE, which says what belongs together")
+    others = [name for name in ("run", "rewrites", "query", "turns", "sets") if getattr(cfg, name)]
+    searched = cfg.rewrites + cfg.query
+    unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
+    odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
+    for wrong, message in (
+        (cfg.answers and not cfg.questions, "answers need questions=FILE with golden answers"),
+        (cfg.answers and others, f"{others} do not go with answers; score them apart"),
+        (unknown, f"query={unknown} is unknown; there are {', '.join(QUERY_TEXTS)}"),
+        (not cfg.answers + cfg.run + searched, "give run=, rewrites=, query= or answers= to score"),
+        (
+            searched and not cfg.turns and not cfg.questions,
+            f"{searched} has to be searched, which needs turns=FILE and an index",
+        ),
+        (
+            cfg.questions and not cfg.answers and odd_questions,
+            "questions go with qrels=FILE and query=question, or with answers=FILE",
+        ),
+        (
+            not cfg.answers and not cfg.qrels and not cfg.turns,
+            "no judgments: give qrels=FILE, or turns=FILE, whose gold_ids are used",
+        ),
+        (cfg.documents and not cfg.qrels, "documents=true needs qrels=FILE that judge documents"),
+    ):
+        if wrong:
+            raise ConfigError(message)
 
 
-# ------------------------------------------------------------------------------------------- search
-
-
-def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str, str]]:
-    """(query id → rewrite, query id → status, "unknown" without one) of a rewrites file.
-
-    sample: its number, where a turn has several.
-    """
-    rewrites: dict[str, str] = {}
-    status: dict[str, str] = {}
-    for number, row in read_jsonl(path):
-        query, rewrite = (_text(row, key, f"{path}:{number}") for key in ("query_id", "rewrite"))
-        if row.get("sample", 0) != sample:
-            continue
-        if query in rewrites:
-            raise DataError(
-                f"{path}:{number}: query_id {query!r} occurs a second time; number them (`sample`)"
-            )
-        rewrites[query] = rewrite
-        status[query] = str(row.get("status", "unknown"))
-    if not rewrites:
-        raise DataError(f"{path}: no rewrites with sample {sample}; there must be at least one")
-    return rewrites, status
-
-
-def search(retriever: Any, turns: list[Turn], queries: list[str | None], k: int) -> Run:
-    """The run of one query a turn; None and blank ones are not searched."""
-    run: Run = {turn.query_id: [] for turn in turns}
-    asked = [(t.query_id, query) for t, query in zip(turns, queries) if query and query.strip()]
-    results = retriever.search([query for _, query in asked], k) if asked else []
-    if len(results) != len(asked):
-        raise RuntimeError(f"the retriever answered {len(results)} of {len(asked)} queries")
-    return run | {query: list(found) for (query, _), found in zip(asked, results)}
+def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterable[str]) -> None:
+    """DataError where two files that belong together share no id."""
+    its, others = set(its), set(others)
+    if its and its.isdisjoint(others):
+        raise DataError(
+            f"{one} and {other} have no {kind} in common (such as {min(its)!r}); give files of the "
+            "same data"
+        )
 
 
 def _title(path: str, taken: dict) -> str:
     """A file's name without its ending; the whole path where that name is taken."""
     title = os.path.splitext(os.path.basename(path))[0]
-    if title in taken and path in taken:
-        raise ConfigError(f"{path} is named once more; once as baseline and once as run is enough")
     return path if title in taken else title
 
 
-def _search_all(
-    cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, systems: dict[str, System]
-) -> None:
-    """Search what `query` and `rewrites` name for the judged turns, and add it to `systems`."""
-    source = cfg.turns or cfg.questions
-    judged = [turn for turn in turns if turn.query_id in qrels]
-    if not judged:
-        raise DataError(
-            f"{source} and {cfg.qrels} have no query in common; use the qrels of these queries"
-        )
-    queries: dict[str, list[str | None]] = {}
-    status: dict[str, dict[str, str]] = {}
-    names, paths = _listed(cfg.query), _listed(cfg.rewrites)
-    for name in names:
-        texts = [QUERY_TEXTS[name](turn) for turn in judged]
-        if not any(texts) and len(names + paths) > 1:  # TopiOCQA has no human rewrites
-            print(f"query={name}: no turn of {source} has a {name}; left out", file=sys.stderr)
-        else:
-            queries[name if cfg.questions else f"turns: {name}"] = texts
-    for path in paths:
-        title = _title(path, systems | queries)
-        rewrites, status[title] = read_rewrites(path, cfg.sample)
-        queries[title] = [rewrites.get(turn.query_id) for turn in judged]
-    for title, texts in queries.items():
-        if not any(texts):
-            raise DataError(
-                f"{title}: no query for any of the {len(judged)} judged turns of {source}"
-            )
-    from retriever import open_retriever  # needs torch
-
-    retriever = open_retriever(cfg.retriever)
-    if not cfg.qrels:
-        with_gold(judged, retriever.passage_ids, cfg.turns)
-    elif not cfg.documents:
-        own = {turn.query_id: qrels[turn.query_id] for turn in judged}
-        check_judgments(own, retriever.passage_ids, cfg.qrels, "the index")
-    for title, texts in queries.items():
-        before = getattr(retriever, "cut_queries", None)
-        run = search(retriever, judged, texts, cfg.k)
-        row = {} if before is None else {"cut": retriever.cut_queries - before}
-        if cut := getattr(retriever, "cut_passages", 0):
-            row["cut_passages"] = cut
-        systems[title] = System(run, status.get(title, {}), True, row=row)
+def _file_name(title: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", title)
 
 
-# ----------------------------------------------------------------------------------- scored systems
+# a line of the tables: its counts, and its scores, each part of them with queries of its own
+System = tuple[dict[str, Any], list[Scores]]
 
-
-@dataclass
-class System:
-    """One line of the tables: a run, or the predictions of a file of answers."""
-
-    found: dict[str, Any]  # query id → results or prediction
-    status: dict[str, str] = field(default_factory=dict)  # query id → of a rewrites file
-    searched: bool = False  # here, not read from a run file
-    scores: list[Scores] = field(default_factory=list)  # each with queries of its own
-    row: dict = field(default_factory=dict)  # counts, and what metrics.json has beside means
-
-
-def compare(
-    systems: dict[str, System],
-    clusters: dict[str, str],
-    groups: dict[str, dict[str, list[str]]],
-    cfg: EvaluateConfig,
-) -> dict[str, dict]:
-    """System → row: means, counts, `ci`, `groups` (kind → label → means, queries, ci).
-
-    Tests are against the first system (`paired`) and against the one before (`paired_before`).
-    """
-    rows: dict[str, dict] = {}
-    names = list(systems)
-    for number, (title, system) in enumerate(systems.items()):
-        row = rows[title] = system.row | {"ci": {}}
-        for scores in filter(None, system.scores):
-            row |= _means(scores)
-            row["ci"] |= bootstrap_interval(scores, clusters, cfg.samples, cfg.seed)
-        for key, other in (("paired", 0), ("paired_before", number - 1)):
-            if number > (key == "paired_before"):
-                row[key] = _paired(system, systems[names[other]], clusters, cfg)
-        if groups:
-            row["groups"] = {}
-        for kind, labels in groups.items():
-            parts = {label: {q: system.scores[0][q] for q in labels[label]} for label in labels}
-            row["groups"][kind] = {
-                label: _group(part, clusters, cfg) for label, part in parts.items()
-            }
-    return rows
-
-
-def _means(scores: Scores) -> dict[str, float]:
-    names, values = matrix(scores)
-    return dict(zip(names, values.mean(axis=0).tolist()))
-
-
-def _group(scores: Scores, clusters: dict[str, str], cfg: EvaluateConfig) -> dict:
-    ci = bootstrap_interval(scores, clusters, min(cfg.samples, 2000), cfg.seed)
-    return _means(scores) | {"queries": len(scores), "ci": ci}
-
-
-def _paired(one: System, other: System, clusters: dict[str, str], cfg: EvaluateConfig) -> dict:
-    """Metric → test, for the metrics and queries that both systems have."""
-    out: dict[str, dict] = {}
-    for scores, baseline in zip(one.scores, other.scores):
-        both = [query for query in scores if query in baseline]
-        if both:
-            names = [name for name in scores[both[0]] if name in baseline[both[0]]]
-            pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
-            out |= paired_test(*pair, clusters, cfg.samples, cfg.seed)
-    return out
+# ------------------------------------------------------------------------------- runs and rewrites
 
 
 def score(cfg: EvaluateConfig) -> dict:
@@ -313,123 +179,220 @@ def score(cfg: EvaluateConfig) -> dict:
         left = f"{len(turns) - len(qrels)} of {len(turns)} turns have no gold passage"
         print(f"{cfg.turns}: {left} and are not scored", file=sys.stderr)
     systems: dict[str, System] = {}
-    for path in _listed(cfg.baseline) + _listed(cfg.run):
+    for path in filter(None, [cfg.baseline, *cfg.run]):
         run = read_run(path)
-        _check_queries(path, run, cfg.qrels or cfg.turns, qrels, "the qrels of this run")
-        systems[_title(path, systems)] = System(run)
-    if _listed(cfg.rewrites) + _listed(cfg.query):
-        questions = read_questions(cfg.questions) if cfg.questions else []
-        asked = [Turn(q.id, q.id, 1, [], q.question, []) for q in questions] or turns
-        _search_all(cfg, asked, qrels, systems)
-    for title, system in systems.items():
-        _score_run(cfg, title, system, qrels)
+        _common("query", path, run, cfg.qrels or cfg.turns, qrels)
+        systems[_title(path, systems)] = _score_run(cfg, path, run, qrels)
+    if cfg.rewrites or cfg.query:
+        _search_all(cfg, turns, qrels, systems)
     corpus = cfg.corpus or cfg.retriever.corpus
     groups = breakdown.groups(turns, corpus, list(qrels)) if cfg.breakdown and turns else {}
-    clusters = {t.query_id: t.conversation_id for t in turns} if cfg.cluster != "query" else {}
-    result = _finish(cfg, systems, clusters, groups, list(qrels), "mrr")
-    for title, system in systems.items() if cfg.out else ():
-        if system.searched:
-            write_run(os.path.join(cfg.out, _file_name(title) + ".trec"), system.found)
-    return result
+    clusters = {turn.query_id: turn.conversation_id for turn in turns}
+    return compare(cfg, systems, clusters, groups, "mrr")
 
 
-def _score_run(cfg: EvaluateConfig, title: str, system: System, qrels: Qrels) -> None:
-    """Fill in the scores and counts of a run."""
+def _score_run(
+    cfg: EvaluateConfig, name: str, run: Run, qrels: Qrels, status: dict[str, str] | None = None
+) -> System:
+    """A run's system. status: query id → of a rewrites file, {} for other queries that were
+    searched here, None for a run that was read."""
     if cfg.documents:
-        system.found = best_passages(system.found)
-    run = system.found
-    if cfg.documents or not system.searched:
-        passages = {passage for results in run.values() for passage, _ in results}
-        judged = {passage for gains in qrels.values() for passage in gains}
-        if passages and not passages & judged:
-            raise DataError(
-                f"{title} and {cfg.qrels or cfg.turns} have no passage in common (for example "
-                f"{min(passages)!r} and {min(judged)!r}); use the judgments of the same corpus"
-            )
-    said = {query: word for query, word in system.status.items() if query in qrels}
-    system.scores = [score_run(run, qrels, cfg.relevant_from)]
-    missing = sum(not run.get(query) for query in qrels)
-    extra = len((system.status or run).keys() - qrels.keys())
-    system.row = {"queries": len(qrels), "missing": missing, "extra": extra} | system.row
-    if said:
-        system.row["status"] = dict(Counter(said.values()))
+        run = best_passages(run)
+    if cfg.documents or status is None:
+        passages = (passage for results in run.values() for passage, _ in results)
+        judged = (passage for gains in qrels.values() for passage in gains)
+        _common("passage", name, passages, cfg.qrels or cfg.turns, judged)
+    row: dict[str, Any] = {
+        "queries": len(qrels),
+        "missing": sum(not run.get(query) for query in qrels),
+        "extra": len((status or run).keys() - qrels.keys()),
+    }
+    scores = [score_run(run, qrels, cfg.relevant_from)]
+    words = {query: word for query, word in (status or {}).items() if query in qrels}
+    if words:
+        row["status"] = dict(Counter(words.values()))
     if cfg.questions:
-        system.scores.append(all_gold_scores(run, qrels))
+        scores.append(all_gold_scores(run, qrels))
     else:
-        unparsed = {query for query, word in said.items() if word not in ("ok", "unknown")}
-        system.row["paper"] = paper_protocol(system.scores[0], run, unparsed)
+        unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
+        row["paper"] = paper_protocol(scores[0], run, unparsed)
+    return row, scores
+
+
+def _search_all(
+    cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, systems: dict[str, System]
+) -> None:
+    """Search what `query` and `rewrites` name for the judged turns, and add it to `systems`."""
+    if cfg.questions:
+        turns = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)]
+    source = cfg.turns or cfg.questions
+    _common("query", source, (turn.query_id for turn in turns), cfg.qrels, qrels)
+    judged = [turn for turn in turns if turn.query_id in qrels]
+    queries: dict[str, dict[str, str | None]] = {}  # title → query id → text
+    status: dict[str, dict[str, str]] = {}
+    for name in cfg.query:
+        texts = {turn.query_id: QUERY_TEXTS[name](turn) for turn in judged}
+        if any(texts.values()):
+            queries[name if cfg.questions else f"turns: {name}"] = texts
+        else:  # TopiOCQA has no human rewrites
+            print(f"query={name}: no turn of {source} has a {name}; left out", file=sys.stderr)
+    for path in cfg.rewrites:
+        title = _title(path, systems | queries)
+        rewrites, status[title] = read_rewrites(path, cfg.sample)
+        queries[title] = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
+        _common("query", path, rewrites, source, queries[title])
+    if not systems and not queries:
+        raise DataError(f"{source}: no query is left to search")
+    from retriever import open_retriever  # needs torch
+
+    retriever = open_retriever(cfg.retriever)
+    if not cfg.qrels:
+        with_gold(judged, retriever.passage_ids, cfg.turns)
+    elif not cfg.documents:
+        golds = {p for turn in judged for p, gain in qrels[turn.query_id].items() if gain > 0}
+        among = getattr(retriever.passage_ids, "among", None)  # a served index is asked once
+        known = set(among(golds)) if among else {p for p in golds if p in retriever.passage_ids}
+        _common("relevant passage", cfg.qrels, golds, "the index", known)
+        if lacking := golds - known:
+            what = f"{len(lacking)} of {len(golds)} relevant passages, such as {min(lacking)!r},"
+            print(f"warning: {cfg.qrels}: {what} are not in the index", file=sys.stderr)
+    for title, texts in queries.items():
+        before = getattr(retriever, "cut_queries", None)
+        run = search(retriever, texts, cfg.k)
+        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status.get(title, {}))
+        if before is not None:
+            row["cut"] = retriever.cut_queries - before
+        if cut := getattr(retriever, "cut_passages", 0):
+            row["cut_passages"] = cut
+        if cfg.out:
+            write_run(os.path.join(cfg.out, _file_name(title) + ".trec"), run)
+
+
+def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str, str]]:
+    """(query id → rewrite, query id → status, "unknown" without one) of a rewrites file."""
+    rewrites: dict[str, str] = {}
+    status: dict[str, str] = {}
+    for location, query, row in answers.rows_of_sample(path, "query_id", sample):
+        rewrites[query] = as_text(row.get("rewrite"))
+        status[query] = str(row.get("status", "unknown"))
+        if rewrites[query] is None:
+            raise DataError(f"{location}: rewrite is {row.get('rewrite')!r}; it must be a string")
+    return rewrites, status
+
+
+def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
+    """The run of queries by id; None and blank ones are not searched."""
+    asked = {query: text for query, text in queries.items() if text and text.strip()}
+    results = retriever.search(list(asked.values()), k) if asked else []
+    return {query: [] for query in queries} | dict(zip(asked, results, strict=True))
+
+
+# ------------------------------------------------------------------------------------------ answers
 
 
 def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers, print the tables, write `out` and FlashRAG's files; all rows."""
     questions = read_questions(cfg.questions)
-    known = {question.id: {} for question in questions}
+    known = [question.id for question in questions]
     qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
     golds = {query: [p for p, gain in gains.items() if gain > 0] for query, gains in qrels.items()}
-    if cfg.qrels and not any(golds.get(query) for query in known):
-        raise DataError(
-            f"{cfg.qrels} judges no question of {cfg.questions}; give the qrels of these questions"
-        )
+    if cfg.qrels:
+        _common("query", cfg.questions, known, cfg.qrels, [q for q in golds if golds[q]])
     systems: dict[str, System] = {}
-    for path in _listed(cfg.baseline) + _listed(cfg.answers):
+    files = {}
+    for path in filter(None, [cfg.baseline, *cfg.answers]):
         found = answers.read_predictions(path, cfg.sample)
-        _check_queries(path, found, cfg.questions, known, "the questions of these answers")
-        title = _title(path, systems)
+        _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
         row = answers.count_predictions(found, questions) | {"judged": len(scores["golds"])}
-        systems[title] = System(found, scores=list(scores.values()), row=row)
+        title = _title(path, systems)
+        files[title], systems[title] = found, (row, list(scores.values()))
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
-        if shown and golds and not any(shown.intersection(passages) for passages in golds.values()):
+        if shown and golds and shown.isdisjoint(p for passages in golds.values() for p in passages):
             print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
-    types = answers.by_type(questions)
-    result = _finish(cfg, systems, {}, {"type": types} if types else {}, list(known), "f1")
-    for title, system in systems.items() if cfg.out else ():
-        folder = cfg.out if len(systems) == 1 else os.path.join(cfg.out, _file_name(title))
-        answers.write_flashrag(folder, cfg.questions, system.found)
+    types: dict[str, list[str]] = {}  # "bridge", "2hop", … → ids
+    for question in questions:
+        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
+    groups = {"type": dict(sorted(types.items()))} if len(types) > 1 else {}
+    result = compare(cfg, systems, {}, groups, "f1")
+    for title, found in files.items() if cfg.out else ():
+        folder = cfg.out if len(files) == 1 else os.path.join(cfg.out, _file_name(title))
+        answers.write_flashrag(folder, cfg.questions, found)
     return result
 
 
-def _check_queries(path: str, found: dict, other: str, known: dict, use: str) -> None:
-    if not found.keys() & known.keys():
-        raise DataError(
-            f"{path} and {other} have no query in common (for example {next(iter(found))!r} and "
-            f"{next(iter(known))!r}); use {use}"
-        )
+# ------------------------------------------------------------------------------- systems compared
 
 
-def _file_name(title: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", title)
-
-
-def _finish(
+def compare(
     cfg: EvaluateConfig,
     systems: dict[str, System],
     clusters: dict[str, str],
     groups: dict[str, dict[str, list[str]]],
-    queries: list[str],
     main_metric: str,
 ) -> dict:
-    """Compare the systems, print the tables and write them; the last system's row, and all."""
-    rows = compare(systems, clusters, groups, cfg)
+    """Compare the systems, print the tables, write them: the last system's row, and all in it.
+
+    A row: means, counts, `ci`, tests against the first system (`paired`) and the one before
+    (`paired_before`), `groups` (kind → label → means, queries, ci).
+    """
+    rows: dict[str, dict] = {}
+    titles = list(systems)
+    for n, (title, (row, scores)) in enumerate(systems.items()):
+        rows[title] = row = row | _row(scores, clusters, cfg.samples)
+        if n > 0:
+            row["paired"] = _paired(scores, systems[titles[0]][1], clusters, cfg.samples)
+        if n > 1:
+            before = systems[titles[n - 1]][1]
+            row["paired_before"] = _paired(scores, before, clusters, cfg.samples)
+        for kind, labels in groups.items():
+            part = row.setdefault("groups", {}).setdefault(kind, {})
+            for label, queries in labels.items():
+                own = {query: scores[0][query] for query in queries}
+                part[label] = _row([own], clusters, min(cfg.samples, 2000))
+                part[label]["queries"] = len(own)
+    title, row = titles[-1], rows[titles[-1]]
     unit = "conversation" if clusters else "query"
-    title = list(rows)[-1]
-    result = {"system": title} | rows[title] | {"ci_unit": unit}
+    units = len({clusters.get(query, query) for query in systems[title][1][0]})
+    note = f", drawn by {unit} ({units} of them)."
+    if units < FEW:
+        note += " Percentile intervals of so few are slightly too narrow."
+    parts = [tables(rows, note), *(group_table(kind, rows, main_metric) for kind in groups)]
+    result = {"system": title} | row | {"ci_unit": unit}
     if len(rows) > 1:
-        result |= {"baseline": next(iter(rows)), "systems": rows}
-    table = tables(rows, unit, len({clusters.get(query, query) for query in queries}))
-    pictures = {}
-    for kind in groups:
-        table += "\n\n" + group_table(kind, rows, main_metric)
-        pictures[f"{kind}.svg"] = group_chart(kind, rows, main_metric)
-    print(table)
-    _write(cfg, {"table.md": table, **pictures}, result)
+        result |= {"baseline": titles[0], "systems": rows}
+    _write(cfg, "\n\n".join(parts), result)
     return result
 
 
-def _write(cfg: EvaluateConfig, texts: dict[str, str], result: dict) -> None:
+def _row(scores: list[Scores], clusters: dict[str, str], samples: int) -> dict:
+    """Means of all metrics, and `ci`, their intervals."""
+    row: dict[str, Any] = {"ci": {}}
+    for part in filter(None, scores):
+        row |= means(part)
+        row["ci"] |= bootstrap_interval(part, clusters, samples)
+    return row
+
+
+def _paired(
+    ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], samples: int
+) -> dict:
+    """Metric → test, for the metrics and queries that both systems have."""
+    out: dict[str, dict] = {}
+    for scores, baseline in zip(ours, theirs):
+        if both := [query for query in scores if query in baseline]:
+            names = [name for name in scores[both[0]] if name in baseline[both[0]]]
+            pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
+            out |= paired_test(*pair, clusters, samples)
+    return out
+
+
+def _write(cfg: EvaluateConfig, table: str, result: dict) -> None:
+    """Print the table; write it and the result to `out`."""
+    print(table)
     if cfg.out:
-        texts = texts | {"metrics.json": json.dumps(result, ensure_ascii=False, indent=1)}
-        for name, text in texts.items():
+        metrics = json.dumps(result, ensure_ascii=False, indent=1)
+        for name, text in {"table.md": table, "metrics.json": metrics}.items():
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
@@ -445,44 +408,15 @@ def cross(cfg: EvaluateConfig) -> dict:
     """
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    sets = _listed(cfg.sets) or [""]
-    names = [name for name in cfg.retrievers if "/" not in name] or [""]
-    for name in cfg.retrievers:
-        base, slash, place = name.partition("/")
-        if slash and (base not in cfg.retrievers or place not in sets):
-            raise ConfigError(
-                f"retrievers.{name} overrides {base!r} on data set {place!r}; there are retrievers "
-                f"{', '.join(names)} and sets {', '.join(sets)}"
-            )
-    if len(sets) > 1 and not any("@set" in str(v) for v in (cfg.turns, cfg.qrels, cfg.run)):
-        raise ConfigError(
-            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where "
-            "the data set's name stands in the paths"
-        )
-    jobs = {}
-    for place in sets:
-        for name in names:
-            retriever = cfg.retrievers.get(name, cfg.retriever)
-            retriever = cfg.retrievers.get(f"{name}/{place}", retriever)
-            job = dataclasses.replace(cfg, sets="", retrievers={}, retriever=retriever, out="")
-            text = json.dumps(to_dict(job)).replace("@set", json.dumps(place)[1:-1])
-            title = "/".join(filter(None, (place, name)))
-            jobs[title] = build(EvaluateConfig, json.loads(text))
-            jobs[title].out = cfg.out and os.path.join(cfg.out, title.replace("/", "-"))
-            check(jobs[title])
-    cells, body = {}, []
-    for title, job in jobs.items():
+    cells = {}
+    for title, job in _jobs(cfg).items():
         print(f"\n{title}\n")
         result = score(job)
         cells[title] = result.get("systems") or {result["system"]: result}
-        for system, row in cells[title].items():
-            values = [cell(m, row[m], row["ci"][m]) for m in METRICS]
-            counts = [str(row["queries"]), str(row["missing"]), str(row.get("cut", "–"))]
-            body.append([title, system, *values, *counts])
-    head = ["set, retriever", "system", *(NAMES[m] for m in METRICS), "queries", "missing", "cut"]
-    table = markdown_table(head, body)
-    print(f"\nAll, in percent with 95 % intervals:\n\n{table}")
-    _write(cfg, {"table.md": table}, {"cells": cells})
+        print()
+    everything = {f"{title}, {name}": row for title in cells for name, row in cells[title].items()}
+    rows = {title: _short(row) | {"ci": row["ci"]} for title, row in everything.items()}
+    _write(cfg, tables(rows, "."), {"cells": cells})
     return {
         title: {
             system: {m: round(row[m], 4) for m in PRINTED} | {"queries": row["queries"]}
@@ -492,13 +426,42 @@ def cross(cfg: EvaluateConfig) -> dict:
     }
 
 
+def _jobs(cfg: EvaluateConfig) -> dict[str, EvaluateConfig]:
+    """SET/RETRIEVER → the configuration that scores them."""
+    sets = cfg.sets or [""]
+    names = [name for name in cfg.retrievers if "/" not in name] or [""]
+    for name in cfg.retrievers:
+        base, slash, place = name.partition("/")
+        if slash and (base not in cfg.retrievers or place not in sets):
+            raise ConfigError(
+                f"retrievers.{name} overrides {base!r} on data set {place!r}; there are {names} "
+                f"and {sets}"
+            )
+    if len(sets) > 1 and "@set" not in f"{cfg.turns}{cfg.qrels}{cfg.run}":
+        raise ConfigError(
+            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where "
+            "the data set's name stands in the paths"
+        )
+    jobs = {}
+    for place, name in itertools.product(sets, names):
+        title = "/".join(filter(None, (place, name)))
+        retriever = cfg.retrievers.get(name, cfg.retriever)
+        retriever = cfg.retrievers.get(f"{name}/{place}", retriever)
+        job = dataclasses.replace(cfg, sets="", retrievers={}, retriever=retriever, out="")
+        text = json.dumps(to_dict(job)).replace("@set", json.dumps(place)[1:-1])
+        jobs[title] = build(EvaluateConfig, json.loads(text))
+        jobs[title].out = cfg.out and os.path.join(cfg.out, title.replace("/", "-"))
+        check(jobs[title])
+    return jobs
+
+
 def main(cfg: EvaluateConfig) -> dict:
     """Score what the config names: metrics and counts of the last system and of all."""
     out = {"out": cfg.out} if cfg.out else {}
-    if not _listed(cfg.answers) and (_listed(cfg.sets) or cfg.retrievers):
+    if not cfg.answers and (cfg.sets or cfg.retrievers):
         return {"cells": cross(cfg)} | out
     check(cfg)
-    result = (score_answers if _listed(cfg.answers) else score)(cfg)
+    result = score_answers(cfg) if cfg.answers else score(cfg)
     line = _short(result)
     if "systems" in result:
         line["systems"] = {title: _short(row) for title, row in result["systems"].items()}

@@ -1,19 +1,10 @@
 """Report on a file of trajectories, or on the folder of a training run.
 
-`trajectories=FILE` (infer.py's trajectory.jsonl): DeepSearch-RL's statistics as tables; `out` gets
-
-    trajectory_stats.json, .md     the same figures (`statistics` documents them), the same tables
-    rounds.svg, tool_calls.svg     their distributions
-    trajectory_success.jsonl       the successful rows, unchanged; the filters leave fewer of them
-    openai.jsonl, swift.jsonl      the same rows as `export` names them, for other trainers
-
+`trajectories=FILE` (infer.py's): DeepSearch-RL's statistics as tables; `out` gets them as
+trajectory_stats.md and .json (`statistics` documents it), the successful rows that pass the
+filters as trajectory_success.jsonl, and as openai.jsonl or swift.jsonl for other trainers.
 `run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page that loads nothing: a curve
 of every figure in metrics.jsonl, the settings, and what the policy wrote first and last.
-
-Rounds are turns of the model; "last turn" counts the tokens of the last request, "all turns" sums
-over requests, so a prompt counts again in every round. A success is EM 1 or F1 >= 0.8 (`success`).
-stdev is the sample's. A rollout that failed for a technical reason, and a question without a row,
-count as failures with scores of 0.
 """
 
 from __future__ import annotations
@@ -24,16 +15,16 @@ import os
 import statistics as stats
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Callable, Iterable, Literal
+from typing import Annotated, Callable, Iterable, Literal, Sequence
 
-from config import ConfigError, at_least, check_ranges
+from config import ConfigError, at_least
 from config import run as run_entry
 from data import DataError, read_jsonl, read_lines, read_questions
 from episodes import trajectories
 from reward import ANSWER_METRICS
 from runs import atomic_write, claim_folder, write_jsonl
-from scoring.plots import chart, markdown_table
 from scoring.ranking import bootstrap_interval
+from scoring.tables import markdown_table
 
 
 @dataclass
@@ -43,7 +34,7 @@ class ReportConfig:
     run: str = ""
     """or: folder of a training run, to write report.html into"""
     questions: str = ""
-    """questions that the trajectories answer: one without a row is a failure; brings types"""
+    """questions that the trajectories answer: one without a row is a failure"""
     out: str = ""
     """folder to write to; empty: the one that holds the trajectories"""
     title: str = ""
@@ -53,9 +44,9 @@ class ReportConfig:
     per_question: Annotated[int | None, at_least(1)] = None
     """keep so many successful rollouts of a question, the first ones; null: all"""
     well_formed: bool = False
-    """keep only successes that keep the task's form (`well_formed` of infer.py's rows)"""
+    """keep only successes in the task's form (`well_formed` of infer.py's rows)"""
     min_calls: Annotated[int, at_least(0)] = 0
-    """keep only successes with at least so many tool calls"""
+    """keep only those with at least so many tool calls"""
     balance_by: Literal["none", "rounds", "tool_calls", "type"] = "none"
     """keep at most `cap` successes of each number of rounds, of tool calls, or question type"""
     cap: Annotated[int | None, at_least(1)] = None
@@ -70,65 +61,39 @@ class ReportConfig:
 
 CLASSES = ("all", "success", "failure")
 TOKENS = ("prompt", "completion", "total")
+SHARES = ("well_formed", "gold_recall", "all_gold")
 
 
 def moments(values: Iterable[float]) -> dict[str, float]:
-    """{"mean", "stdev"}; zeros for no values."""
+    """{"mean", "stdev" (of the sample)}; zeros for no values."""
     values = list(values)
     mean = stats.fmean(values) if values else 0.0
     return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
 
 
-def _spread(classes: dict[str, list[dict]], value: Callable[[dict], float]) -> dict:
-    return {name: moments(map(value, rows)) for name, rows in classes.items()}
+def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
+    """The figures of trajectory_stats.json, under DeepSearch-RL's names; many by class of rows.
 
-
-def _counted(classes: dict[str, list[dict]], value: Callable[[dict], int]) -> dict:
-    counts = {name: Counter(map(value, rows)) for name, rows in classes.items()}
-    texts = {name: {str(k): n for k, n in sorted(c.items())} for name, c in counts.items()}
-    return _spread(classes, value) | {"distribution": texts}
-
-
-def _tokens(classes: dict[str, list[dict]], usage: Callable[[dict], dict | None]) -> dict:
-    return {
-        kind: _spread(classes, lambda row, key=f"{kind}_tokens": (usage(row) or {}).get(key) or 0)
-        for kind in TOKENS
-    }
-
-
-def _metrics(rows: list[dict], missing: list[str]) -> dict:
-    """Metric → mean, stdev and `ci95`, over the rows and the questions that have none."""
-    zero = dict.fromkeys(ANSWER_METRICS, 0.0)
-    scores = {f"missing {key}": zero for key in missing}
-    owner = {f"missing {key}": key for key in missing}
-    for row in rows:
-        found = {} if row.get("error") else row.get("metric_score") or {}
-        scores[row["rollout_id"]] = {name: float(found.get(name) or 0) for name in ANSWER_METRICS}
-        owner[row["rollout_id"]] = trajectories.question_key(row)
-    interval = bootstrap_interval(scores, owner)
-    return {
-        name: moments(s[name] for s in scores.values()) | {"ci95": interval[name]} for name in zero
-    }
-
-
-def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str] = ()) -> dict:
-    """The figures of a list of trajectories; `missing`: ids of questions that have none.
-
-    total, success_count, failure_count, success_em, success_f1, technical_failures, missing: counts
-    rule: "em" or "f1", what success means
-    rounds, tool_calls, tokens_last_turn.{prompt,completion,total}, tokens_all_turns.{…}:
-        {all, success, failure} → {mean, stdev}
-    rounds.distribution, tool_calls.distribution: {all, success, failure} → value (text) → count
-    tool_calls.total, searches.total: of all rows; searches are calls that were carried out
-    metrics.{em,f1,acc,precision,recall}: {mean, stdev, ci95}, the interval over questions
-    reasoning: {mean, stdev, count}, characters of a message's reasoning
-    well_formed, gold_recall, all_gold: mean over the rows that have it; null where none has
-    status.{all,success,failure}: how the episode ended → count
+    rows: checked by `read_rows`; missing: ids of questions without a row. Those, and rollouts that
+    failed for a technical reason, are failures with scores of 0. A round is a turn of the model,
+    `reasoning` the characters of a message's thoughts, and tokens of all turns are summed over the
+    requests, so that a prompt counts again in every round.
     """
-    missing = list(missing)
     good = [row for row in rows if trajectories.succeeded(row, rule)]
     failed = [row for row in rows if not trajectories.succeeded(row, rule)]
-    classes = {"all": rows, "success": good, "failure": failed}
+    classes = dict(zip(CLASSES, (rows, good, failed)))
+
+    def spread(value: Callable[[dict], float | None]) -> dict[str, dict]:
+        return {name: moments(value(row) or 0 for row in part) for name, part in classes.items()}
+
+    def counts(value: Callable[[dict], int | str | None]) -> dict[str, dict[str, int]]:
+        found = {name: [value(row) for row in part] for name, part in classes.items()}
+        known = {name: sorted(v for v in part if v is not None) for name, part in found.items()}
+        return {name: Counter(map(str, part)) for name, part in known.items()}
+
+    def tokens(usage: Callable[[dict], dict | None]) -> dict[str, dict]:
+        return {k: spread(lambda row: (usage(row) or {}).get(f"{k}_tokens")) for k in TOKENS}
+
     thoughts = [message.get("reasoning_content") for row in rows for message in row["messages"]]
     lengths = [len(text) for text in thoughts if isinstance(text, str)]
     figures = {
@@ -140,122 +105,96 @@ def statistics(rows: list[dict], rule: trajectories.Rule, missing: Iterable[str]
         "rule": rule,
         "technical_failures": sum(bool(row.get("error")) for row in rows),
         "missing": len(missing),
-        "rounds": _counted(classes, trajectories.rounds),
-        "tool_calls": _counted(classes, trajectories.tool_calls),
         "searches": {"total": sum(row.get("searches") or 0 for row in rows)},
         "metrics": _metrics(rows, missing),
-        "tokens_last_turn": _tokens(classes, lambda r: (r.get("response_meta") or {}).get("usage")),
-        "tokens_all_turns": _tokens(classes, lambda row: row.get("all_turns_tokens")),
+        "tokens_last_turn": tokens(lambda row: (row.get("response_meta") or {}).get("usage")),
+        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens")),
         "reasoning": moments(lengths) | {"count": len(lengths)},
+        "status": counts(lambda row: row.get("status") or None),
     }
-    figures["tool_calls"]["total"] = sum(map(trajectories.tool_calls, rows))
-    for key in ("well_formed", "gold_recall", "all_gold"):
+    for key, value in (("rounds", trajectories.rounds), ("tool_calls", trajectories.tool_calls)):
+        figures[key] = spread(value) | {
+            "distribution": counts(value),
+            "total": sum(map(value, rows)),
+        }
+    for key in SHARES:
         known = [float(row[key]) for row in rows if row.get(key) is not None]
         figures[key] = stats.fmean(known) if known else None
-    ends = {name: Counter(r["status"] for r in c if r.get("status")) for name, c in classes.items()}
-    return figures | {"status": {name: dict(count.most_common()) for name, count in ends.items()}}
+    return figures
+
+
+def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
+    """Metric → mean, stdev and `ci95`, over the rows and the questions that have none."""
+    zero = dict.fromkeys(ANSWER_METRICS, 0.0)
+    scores, owner = {key: zero for key in missing}, {key: key for key in missing}
+    for row in rows:
+        found = {} if row.get("error") else row.get("metric_score") or {}
+        name = f"rollout {row['rollout_id']}"
+        scores[name] = {metric: float(found.get(metric) or 0) for metric in zero}
+        owner[name] = trajectories.question_key(row)
+    interval = bootstrap_interval(scores, owner)
+    return {
+        name: moments(s[name] for s in scores.values()) | {"ci95": interval[name]} for name in zero
+    }
 
 
 # ------------------------------------------------------------------------------------------- tables
-
-Table = tuple[str, list[str], list[list[str]]]  # title, heads of the columns, rows
 
 
 def _share(count: int, total: int) -> str:
     return f"{count} ({100 * count / total:.1f} %)" if total else str(count)
 
 
-def _line(name: str, part: dict, digits: int) -> list[str]:
-    means = (f"{part[c]['mean']:.{digits}f} ± {part[c]['stdev']:.{digits}f}" for c in CLASSES)
-    return [name, *means]
+def _spread(part: dict, digits: int) -> str:
+    return f"{part['mean']:.{digits}f} ± {part['stdev']:.{digits}f}"
 
 
-def _distribution(title: str, part: dict) -> Table:
-    counts = part["distribution"]
+def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
+    """Value, how often it is in every class, a bar."""
     totals = {c: sum(counts[c].values()) for c in CLASSES}
     widest = max(counts["all"].values(), default=1)
     rows = []
     for value, n in counts["all"].items():
-        shares = [_share(counts[c].get(value, 0), totals[c]) for c in CLASSES]
+        shares = (_share(counts[c].get(value, 0), totals[c]) for c in CLASSES)
         rows.append([value, *shares, "█" * round(24 * n / widest)])
-    return title, ["", *CLASSES, ""], rows
+    return rows
 
 
-def tables(s: dict) -> list[Table]:
-    """The tables of a report, in DeepSearch-RL's order."""
-    columns, total, thoughts = ["", *CLASSES], s["total"], s["reasoning"]
-    counts = {
-        f"success ({'EM = 1' if s['rule'] == 'em' else 'F1 >= 0.8'})": "success_count",
-        "failure": "failure_count",
-        "EM = 1": "success_em",
-        "F1 >= 0.8": "success_f1",
-        "failed for a technical reason": "technical_failures",
-    } | ({"questions without a row": "missing"} if s["missing"] else {})
-    shares = {
-        "well formed": "well_formed",
-        "gold passages retrieved": "gold_recall",
-        "all gold passages retrieved": "all_gold",
-    }
-    summary = [["trajectories", str(total)]]
-    summary += [[name, _share(s[key], total)] for name, key in counts.items()]
-    summary += [[n, f"{100 * s[key]:.1f} %"] for n, key in shares.items() if s[key] is not None]
-    scores = []
+def markdown(title: str, s: dict) -> str:
+    """The tables of a report; `s`: its statistics."""
+    summary = [["a success is", {"em": "EM = 1", "f1": "F1 >= 0.8"}[s["rule"]]]]
+    for key, value in s.items():
+        if isinstance(value, int):
+            summary.append([key.replace("_", " "), _share(value, s["total"])])
+        elif isinstance(value, float):
+            summary.append([key.replace("_", " "), f"{100 * value:.1f} %"])
+    summary.append(["tool calls in all", str(s["tool_calls"]["total"])])
+    summary.append(["searches in all", str(s["searches"]["total"])])
+    summary.append(["characters of a thought", _spread(s["reasoning"], 0)])
+    answers = []
     for name, m in s["metrics"].items():
         ci = "–" if m["ci95"] is None else "[{:.3f}, {:.3f}]".format(*m["ci95"])
-        scores.append([name, f"{m['mean']:.3f} ± {m['stdev']:.3f}", ci])
-    reasoning = f"{thoughts['mean']:.0f} ± {thoughts['stdev']:.0f}"
-    dynamics = [
-        _line("rounds", s["rounds"], 2),
-        _line("tool calls", s["tool_calls"], 2),
-        ["tool calls in all", str(s["tool_calls"]["total"]), "", ""],
-        ["searches in all", str(s["searches"]["total"]), "", ""],
-        ["reasoning, characters", reasoning, f"{thoughts['count']} messages", ""],
-    ]
-    for end in s["status"]["all"]:
-        dynamics.append([f"ended: {end}", *(str(s["status"][c].get(end, 0)) for c in CLASSES)])
-    last, every = (
-        [_line(kind, s[key][kind], 0) for kind in TOKENS]
-        for key in ("tokens_last_turn", "tokens_all_turns")
-    )
-    return [
-        ("Summary", ["", ""], summary),
-        ("Answers", ["", "mean ± stdev", "95 % interval"], scores),
-        ("Conversation", columns, dynamics),
-        ("Tokens, last turn", columns, last),
-        ("Tokens, all turns (a prompt counts again in every round)", columns, every),
-        _distribution("Rounds", s["rounds"]),
-        _distribution("Tool calls", s["tool_calls"]),
-    ]
-
-
-def markdown(title: str, found: list[Table]) -> str:
-    parts = [f"# {title}"]
-    for name, heads, rows in found:
-        parts += [f"## {name}", markdown_table(heads, rows)]
+        answers.append([name, _spread(m, 3), ci])
+    spreads = {"rounds": s["rounds"], "tool calls": s["tool_calls"]}
+    spreads |= {f"{k} tokens, last turn": part for k, part in s["tokens_last_turn"].items()}
+    spreads |= {f"{k} tokens, all turns": part for k, part in s["tokens_all_turns"].items()}
+    rows = [[name, *(_spread(part[c], 2) for c in CLASSES)] for name, part in spreads.items()]
+    parts = [f"# {title}", "## Summary", markdown_table(["", ""], summary)]
+    parts += ["## Answers", markdown_table(["", "mean ± stdev", "95 % interval"], answers)]
+    parts += ["## Conversation", markdown_table(["", *CLASSES], rows)]
+    for name, counts in (
+        ("Rounds", s["rounds"]["distribution"]),
+        ("Tool calls", s["tool_calls"]["distribution"]),
+        ("Ends", s["status"]),
+    ):
+        parts += [f"## {name}", markdown_table(["", *CLASSES, ""], _distribution(counts))]
     return "\n\n".join(parts) + "\n"
-
-
-def distribution_chart(title: str, part: dict) -> str:
-    """Counts of each value among successes and failures."""
-    values = list(part["distribution"]["all"])
-    series = {
-        c: [(i, part["distribution"][c].get(value, 0), None) for i, value in enumerate(values)]
-        for c in ("success", "failure")
-    }
-    return chart(title, series, values, 560, 300)
 
 
 # --------------------------------------------------------------------------- a file of trajectories
 
-FIELDS = {
-    "metric_score": dict,
-    "all_turns_tokens": dict,
-    "response_meta": dict,
-    "metadata": dict,
-    "rounds": int,
-    "searches": int,
-    "status": str,
-}
+KINDS = dict.fromkeys(("metric_score", "all_turns_tokens", "response_meta", "metadata"), dict)
+KINDS |= {"rounds": int, "searches": int, "status": str}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
@@ -263,22 +202,22 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
     rows = trajectories.read_trajectories(cfg.trajectories)
     known = {q.id: q for q in read_questions(cfg.questions)} if cfg.questions else {}
     for row in rows:
-        place = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
-        for key, kind in FIELDS.items():
+        location = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
+        for key, kind in KINDS.items():
             if not isinstance(row.get(key), kind | None):
-                raise DataError(f"{place}: {key} must be of type {kind.__name__}, or null")
+                raise DataError(f"{location}: {key} must be of type {kind.__name__}, or null")
         scores = row.get("metric_score") or {}
         if bad := [k for k in ANSWER_METRICS if not isinstance(scores.get(k), int | float | None)]:
-            raise DataError(f"{place}: metric_score.{bad[0]} must be a number, or null")
-        if known and str(row.get("id")) not in known:
+            raise DataError(f"{location}: metric_score.{bad[0]} must be a number, or null")
+        id_ = str(row.get("id"))
+        if known and id_ not in known:
             raise DataError(
-                f"{place}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
+                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
                 "that these trajectories answer"
             )
         if known:
-            row["metadata"] = known[str(row["id"])].metadata
-    answered = {str(row.get("id")) for row in rows}
-    return rows, [key for key in known if key not in answered]
+            row["metadata"] = known[id_].metadata
+    return rows, sorted(known.keys() - {str(row.get("id")) for row in rows})
 
 
 def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
@@ -292,84 +231,77 @@ def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
     ]
     if cfg.per_question is not None:
         kept = trajectories.first_of_each(kept, cfg.per_question)
+    if cfg.balance_by == "none":
+        return kept
     if cfg.balance_by == "type" and kept and not any(map(trajectories.question_type, kept)):
         raise DataError(
             f"{cfg.trajectories}: no row has metadata.question_type or metadata.type; give the "
             "questions that have it with questions=FILE, or balance by rounds or tool_calls"
         )
-    if cfg.balance_by == "none":
-        return kept
     return trajectories.balance(kept, cfg.balance_by, cfg.cap, cfg.seed)
 
 
 def report_trajectories(cfg: ReportConfig) -> dict:
-    """Print the boxes and write the files; returns the figures of the last line."""
+    """Print the tables and write the files; returns the figures of the last line."""
     above = os.path.dirname(os.path.abspath(cfg.trajectories))
     folder, title = cfg.out or above, cfg.title or os.path.basename(above)
     claim_folder(folder, "report.py")
     rows, missing = read_rows(cfg)
     kept = choose(rows, cfg)
     found = statistics(rows, cfg.success, missing)
-    text = markdown(title, tables(found))
+    text = markdown(title, found)
     print(text, flush=True)
     figures = {"title": title, "trajectories": os.path.basename(cfg.trajectories)} | found
-    texts = {
-        "trajectory_stats.json": json.dumps(figures, indent=1),
-        "trajectory_stats.md": text,
-        "rounds.svg": distribution_chart(f"Rounds, {title}", found["rounds"]),
-        "tool_calls.svg": distribution_chart(f"Tool calls, {title}", found["tool_calls"]),
-    }
+    texts = {"trajectory_stats.json": json.dumps(figures, indent=1), "trajectory_stats.md": text}
     for name, text in texts.items():
         with atomic_write(os.path.join(folder, name)) as f:
             f.write(text)
     names = {row["rollout_id"] for row in kept}
     own = ({"rollout_id": f"line {n}"} | row for n, row in read_jsonl(cfg.trajectories))
-    outputs = {"trajectory_success": (row for row in own if row["rollout_id"] in names)}
+    outputs = {"trajectory_success.jsonl": (row for row in own if row["rollout_id"] in names)}
     for form in cfg.export:
         write = {"openai": trajectories.to_openai, "swift": trajectories.to_swift}[form]
-        outputs[form] = map(write, kept)
+        outputs[f"{form}.jsonl"] = map(write, kept)
     for name, lines in outputs.items():
-        write_jsonl(os.path.join(folder, f"{name}.jsonl"), lines)
-    return {
-        "out": folder,
-        "files": [*texts, *(f"{name}.jsonl" for name in outputs)],
-        "total": found["total"],
-        "success": found["success_count"],
-        "kept": len(kept),
-        "em": found["metrics"]["em"]["mean"],
-        "f1": found["metrics"]["f1"]["mean"],
-        "rounds": found["rounds"]["all"]["mean"],
-        "tool_calls": found["tool_calls"]["all"]["mean"],
-    }
+        write_jsonl(os.path.join(folder, name), lines)
+    means = {key: found["metrics"][key]["mean"] for key in ("em", "f1")}
+    means |= {key: found[key]["all"]["mean"] for key in ("rounds", "tool_calls")}
+    counts = {"total": found["total"], "success": found["success_count"], "kept": len(kept)}
+    return {"out": folder, "files": [*texts, *outputs]} | counts | means
 
 
 # ------------------------------------------------------------------------------------- a run's page
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-figure{display:inline-block;margin:0 1rem 1rem 0}td,th{padding:.15rem .7rem;text-align:left}
+figure{display:inline-block;margin:0 1rem 1rem 0}svg{border:1px solid #ddd}
 pre{background:#f5f5f5;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere}"""
 
 
-XMLNS = ' xmlns="http://www.w3.org/2000/svg"'  # not needed inside a page
+def curve(name: str, points: list[tuple[int, float]]) -> str:
+    """An HTML figure of (step, value) points: a line in SVG with its range below."""
+    (first, _), (last, _), values = points[0], points[-1], [value for _, value in points]
+    low, high = min(values), max(values)
+    wide, tall = last - first or 1, high - low or 1
+    line = " ".join(
+        f"{340 * (x - first) / wide:.1f},{(high - y) / tall * 150:.1f}" for x, y in points
+    )
+    return (
+        f'<figure><svg viewBox="-5 -5 350 160" width="350"><polyline fill="none" stroke="#1b6ca8" '
+        f'points="{line}"/></svg><figcaption><b>{html.escape(name)}</b> from {low:.4g} to '
+        f"{high:.4g}, last {values[-1]:.4g}; steps {first} to {last}</figcaption></figure>"
+    )
 
 
 def _samples(folder: str, name: str) -> list[str]:
     """HTML of three responses of a rollouts file: lowest, middle and highest reward."""
     rows = [row for _, row in read_jsonl(os.path.join(folder, name))]
     scored = sorted((r for r in rows if r.get("reward") is not None), key=lambda r: r["reward"])
-    step = name.removesuffix(".jsonl").replace("_", " ")
-    parts = [f"<h2>Rollouts, {html.escape(step)}</h2>"]
-    for label, i in (("lowest reward", 0), ("middle", len(scored) // 2), ("highest reward", -1)):
-        if not scored:
-            break
-        row = scored[i]
-        rest = ", ".join(
-            f"{k} {v}"
-            for k, v in row.items()
-            if k != "response" and isinstance(v, int | float | str) and len(str(v)) < 40
-        )
-        response = html.escape(str(row.get("response")))
-        parts.append(f"<h3>{label}</h3><p>{html.escape(rest)}</p><pre>{response}</pre>")
+    parts = [f"<h2>Rollouts, {name.removesuffix('.jsonl').replace('_', ' ')}</h2>"]
+    picked = scored[:1] + scored[len(scored) // 2 :][:1] + scored[-1:]
+    for label, row in zip(("lowest", "middle", "highest"), picked):
+        rest = (f"{k} {v}" for k, v in row.items() if k != "response" and len(str(v)) < 40)
+        parts.append(f"<h3>{label} reward</h3><p>{html.escape(', '.join(rest))}</p>")
+        parts.append(f"<pre>{html.escape(str(row.get('response')))}</pre>")
     return parts
 
 
@@ -379,25 +311,17 @@ def run_page(folder: str, title: str = "") -> str:
     rows = [row for _, row in read_jsonl(path) if isinstance(row.get("step"), int)]
     if not rows:
         raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
-    series: dict[str, list[tuple[int, float, None]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for key, value in row.items():
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                series.setdefault(key, []).append((row["step"], value, None))
+            if key != "step" and type(value) in (int, float):
+                series.setdefault(key, []).append((row["step"], value))
     title = html.escape(title or os.path.basename(os.path.abspath(folder)))
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
         f"<style>{STYLE}</style><h1>{title}</h1><p>{rows[-1]['step']} steps.</p><h2>Curves</h2>",
     ]
-    heads = "".join(f"<th>{head}</th>" for head in ("", "first", "lowest", "highest", "last"))
-    figures = [f"<h2>Figures</h2><table><tr>{heads}</tr>"]
-    for key, points in series.items():
-        picture = chart(key, {key: points}, None, 360, 210)
-        parts.append(f"<figure>{picture.replace(XMLNS, '')}</figure>")
-        ys = [y for _, y, _ in points]
-        cells = (f"<td>{y:.5g}</td>" for y in (ys[0], min(ys), max(ys), ys[-1]))
-        figures.append(f"<tr><td>{html.escape(key)}</td>{''.join(cells)}</tr>")
-    parts += [*figures, "</table>"]
+    parts += [curve(name, points) for name, points in series.items()]
     samples = os.path.join(folder, "rollouts")
     names = sorted(os.listdir(samples)) if os.path.isdir(samples) else []
     names = [name for name in names if name.endswith(".jsonl")]
@@ -418,7 +342,6 @@ def run_page(folder: str, title: str = "") -> str:
 
 def check(cfg: ReportConfig) -> None:
     """ConfigError for settings that cannot work, before anything is read."""
-    check_ranges(cfg)
     if bool(cfg.trajectories) == bool(cfg.run):
         raise ConfigError("give trajectories=FILE or run=FOLDER, one of them")
     if cfg.run and not os.path.isdir(cfg.run):

@@ -1,11 +1,6 @@
 """Files of predicted answers (tasks search and agent), their scores, FlashRAG's two result files.
 
-1. Means are over ALL questions of the questions file. One without a prediction (`missing`) and one
-   whose episode failed for a technical reason (`errors`) score zero.
-2. `well_formed` is the share of all questions whose response kept the form; `searches` is the mean
-   over the episodes that there are. Both come from files of infer.py only.
-3. `gold_recall` and `all_gold` are means over the questions that have a relevant passage in the
-   qrels. An episode without searches has retrieved nothing.
+A question without a prediction, and one whose episode failed for a technical reason, score zero.
 """
 
 from __future__ import annotations
@@ -13,15 +8,38 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from data import DataError, Question, as_text, as_texts, read_array, read_jsonl
 from reward import ANSWER_METRICS, all_gold, answer_metrics, gold_recall
 from runs import atomic_write
 from scoring.ranking import Scores
 
-FORMS = '{"id", "prediction"}, a line of infer.py, or FlashRAG\'s {"id", "output": {"pred"}}'
+
+def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str, dict]]:
+    """(location, id, row) of the `sample`th row of each id in a JSONL file, or a `.json` array.
+
+    A row's number is its `sample`, or stands behind `#` in its `rollout_id`, or is 0. DataError: no
+    such row, a wrong id or number, an id that occurs twice.
+    """
+    rows = ((f"{path}:{number}", row) for number, row in read_jsonl(path))
+    seen: set[str] = set()
+    for location, row in read_array(path) if path.endswith(".json") else rows:
+        id_ = as_text(row.get(key))
+        if id_ is None:
+            raise DataError(f"{location}: {key} is {row.get(key)!r}; it must be a string")
+        number = str(row.get("sample", str(row.get("rollout_id", "")).partition("#")[2] or 0))
+        if not re.fullmatch("[0-9]{1,9}", number):
+            raise DataError(f"{location}: sample {number[:40]!r} is no number from 0")
+        if int(number) != sample:
+            continue
+        if id_ in seen:
+            raise DataError(f"{location}: {key} {id_!r} occurs a second time; number its rows")
+        seen.add(id_)
+        yield location, id_, row
+    if not seen:
+        raise DataError(f"{path}: no row with sample {sample}; there must be at least one")
 
 
 @dataclass
@@ -36,77 +54,46 @@ class Prediction:
     error: str | None = None  # a technical failure
 
 
+KINDS = {"response": str, "well_formed": bool, "searches": int, "retrieved": list, "error": str}
+
+
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
     """Question id → prediction, from JSONL, or from FlashRAG's intermediate_data.json.
 
-    sample: which rollout of a question, by `sample` or the number behind `#` in `rollout_id`.
-    DataError: no prediction, a wrong type, a question answered twice.
+    A row is {"id", "prediction"}, one of infer.py, or FlashRAG's {"id", "output": {"pred"}}.
     """
-    if path.endswith(".json"):
-        rows = read_array(path)
-    else:
-        rows = ((f"{path}:{number}", row) for number, row in read_jsonl(path))
     predictions: dict[str, Prediction] = {}
-    for location, row in rows:
+    for location, question, row in rows_of_sample(path, "id", sample):
         output = row["output"] if isinstance(row.get("output"), dict) else {}
-        question = as_text(row.get("id"))
+        found = {key: row.get(key) for key in KINDS}
+        found["response"] = row.get("answer", output.get("final_response"))
+        for key, value in found.items():
+            if value is not None and type(value) is not KINDS[key]:
+                raise DataError(
+                    f"{location}: {key} is {str(value)[:60]!r}; it must be a "
+                    f"{KINDS[key].__name__} or null"
+                )
+        if found["retrieved"] is not None:
+            found["retrieved"] = as_texts(found["retrieved"])
+            if found["retrieved"] is None:
+                raise DataError(f"{location}: retrieved must be a list of passage ids, or null")
         places = (("pred", row), ("prediction", row), ("pred", output))
-        key, holder = next((place for place in places if place[0] in place[1]), ("", {}))
-        answer = holder.get(key)
-        if question is None or not key or (answer is not None and as_text(answer) is None):
+        answers = [place[key] for key, place in places if key in place]
+        if not answers or (answers[0] is not None and as_text(answers[0]) is None):
             raise DataError(
-                f"{location}: id is {row.get('id')!r} and the prediction "
-                f"{f'is {answer!r}' if key else 'is absent'}; a line is {FORMS}, with strings"
+                f"{location}: prediction is {answers[0] if answers else 'absent'!r}; it must be a "
+                "string in `prediction`, `pred` or FlashRAG's `output.pred`"
             )
-        if _sample(row, location) != sample:
-            continue
-        if question in predictions:
-            raise DataError(
-                f"{location}: question {question!r} is answered a second time; number the rollouts "
-                "(`sample`)"
-            )
-        holder, key = (row, "answer") if "answer" in row else (output, "final_response")
-        retrieved = _typed(row, "retrieved", list, location)
-        retrieved = None if retrieved is None else as_texts(retrieved)
-        if retrieved is None and row.get("retrieved") is not None:
-            raise DataError(f"{location}: retrieved must be a list of passage ids, or null")
-        predictions[question] = Prediction(
-            as_text(answer) or "",
-            _typed(holder, key, str, location),
-            _typed(row, "well_formed", bool, location),
-            _typed(row, "searches", int, location),
-            retrieved,
-            _typed(row, "error", str, location),
-        )
-    if not predictions:
-        raise DataError(f"{path}: no predictions with sample {sample}; there must be at least one")
+        predictions[question] = Prediction(as_text(answers[0]) or "", **found)
     return predictions
-
-
-def _sample(row: dict, location: str) -> int:
-    number = row.get("sample", str(row.get("rollout_id", "")).partition("#")[2] or 0)
-    if not re.fullmatch("[0-9]{1,9}", str(number)):
-        raise DataError(f"{location}: sample {str(number)[:40]!r} is no number from 0")
-    return int(number)
-
-
-def _typed(row: dict, key: str, kind: type, location: str) -> Any:
-    value = row.get(key)
-    if value is not None and type(value) is not kind:
-        raise DataError(
-            f"{location}: {key} is {str(value)[:60]!r}; it must be a {kind.__name__} or null"
-        )
-    return value
 
 
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
 ) -> dict[str, Scores]:
-    """Per-question scores in three groups, each with its own denominator; empty where unknown.
-
-    answers   all questions: ANSWER_METRICS, and `well_formed` where the file tells it
-    searches  questions with an episode: `searches`
-    golds     judged questions (`golds`: id → relevant passage ids): `gold_recall`, `all_gold`
+    """Per-question scores in three groups, each with its own denominator: `answers` of all
+    questions (and `well_formed` where the file tells it), `searches` of the episodes that there
+    are, `golds` of the judged questions (`golds`: id → relevant passage ids).
     """
     formed = any(p.well_formed is not None for p in predictions.values())
     retrieved = any(p.retrieved is not None for p in predictions.values())
@@ -124,14 +111,6 @@ def score_predictions(
             row = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
             groups["golds"][question.id] = row
     return groups
-
-
-def by_type(questions: list[Question]) -> dict[str, list[str]]:
-    """Type of question (`metadata.type`, "2hop", …) → ids; empty for fewer than two types."""
-    types: dict[str, list[str]] = {}
-    for question in questions:
-        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
-    return dict(sorted(types.items())) if len(types) > 1 else {}
 
 
 def count_predictions(
@@ -161,13 +140,10 @@ def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -
         score = answer_metrics("" if found.error else found.answer, golds, published=True)
         totals = {name: totals[name] + score[name] for name in totals}
         # FlashRAG starts f1, precision and recall from a whole 0
-        values = {
-            name: score[name] if name in ("em", "acc") else score[name] or 0 for name in totals
-        }
-        response = {"final_response": found.response} if found.response is not None else {}
+        values = {name: score[name] or (0.0 if name in ("em", "acc") else 0) for name in totals}
+        response = {} if found.response is None else {"final_response": found.response}
         items.append(row | {"output": response | {"pred": found.answer, "metric_score": values}})
     with atomic_write(os.path.join(folder, "metric_score.txt")) as f:
-        for name, total in totals.items():
-            f.write(f"{name}: {total / len(items)}\n")
+        f.writelines(f"{name}: {total / len(items)}\n" for name, total in totals.items())
     with atomic_write(os.path.join(folder, "intermediate_data.json")) as f:
         json.dump(items, f, indent=4, ensure_ascii=False)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from data import Turn, read_corpus
 
-DEEP = 10  # turns beyond it share one group
+DEPTHS = (*map(str, range(11)), "11+")
 TOPICS = ("first turn", "same topic", "topic switch", "unknown")
 
 
 def by_depth(turns: list[Turn]) -> dict[str, str]:
-    """Query id → "1", "2", … "10", "11+": the turn's number within its conversation."""
-    return {t.query_id: str(t.turn) if t.turn <= DEEP else f"{DEEP + 1}+" for t in turns}
+    """Query id → one of DEPTHS: the turn's number within its conversation."""
+    return {t.query_id: DEPTHS[min(t.turn, 11)] for t in turns}
 
 
 def by_topic(turns: list[Turn], titles: dict[str, str]) -> dict[str, str]:
     """Query id → one of TOPICS, against the turn before in the file.
 
-    The data's own `topic` decides where turns have one (TopiOCQA). Elsewhere the titles of the gold
-    passages do (`titles`: passage id → title): a switch is a turn whose golds share no title with
-    those of the turn before; unknown where either has no titled gold, or where the file left the
-    turn before out.
+    Topics are the data's own `topic` (TopiOCQA), else the titles of the gold passages (`titles`:
+    passage id → title); a switch is a turn that shares none with the turn before, unknown where
+    either has none or where the file left the turn before out.
     """
 
     def topics(turn: Turn) -> set[str]:
@@ -33,7 +32,7 @@ def by_topic(turns: list[Turn], titles: dict[str, str]) -> dict[str, str]:
         last = before.get(turn.conversation_id)
         before[turn.conversation_id] = turn
         if last is None:
-            labels[turn.query_id] = "first turn" if not turn.context else "unknown"
+            labels[turn.query_id] = "unknown" if turn.context else "first turn"
         elif not topics(last) or not topics(turn):
             labels[turn.query_id] = "unknown"
         else:
@@ -57,16 +56,12 @@ def groups(turns: list[Turn], corpus: str, queries: list[str]) -> dict[str, dict
     titled = corpus and not all(turn.extra.get("topic") for turn in turns)
     titles = gold_titles(corpus, turns) if titled else {}
     out = {}
-    for kind, labels in (("depth", by_depth(turns)), ("topic", by_topic(turns, titles))):
-        found: dict[str, list[str]] = {}
-        for query in queries:
-            if query in labels:
-                found.setdefault(labels[query], []).append(query)
+    for kind, labels, order in (
+        ("depth", by_depth(turns), DEPTHS),
+        ("topic", by_topic(turns, titles), TOPICS),
+    ):
+        found = {label: [q for q in queries if labels.get(q) == label] for label in order}
+        found = {label: members for label, members in found.items() if members}
         if len(found.keys() - {"unknown"}) > 1:
-            out[kind] = {label: found[label] for label in sorted(found, key=order)}
+            out[kind] = found
     return out
-
-
-def order(label: str) -> tuple:
-    """Sort key of the labels: numbers as numbers, topics as in TOPICS."""
-    return (0, int(label.rstrip("+"))) if label[0].isdigit() else (1, TOPICS.index(label))

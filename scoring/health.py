@@ -1,9 +1,8 @@
-"""Figures of a training step, from its rollouts as they are written to disk, and the signs of a
-collapsed policy.
+"""Figures of a training step from its rollouts as they are written to disk, the lines that a run
+prints, and the signs of a collapsed policy.
 
 A row is one rollout: group, reward (None: it failed for a technical reason), advantage,
-well_formed, tokens, end; of a rewrite rank and rewrite; of an episode the figures of
-`episodes.episode.episode_figures`.
+well_formed, tokens, end; rank and rewrite, or `episodes.episode.episode_figures`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ def mean(values: Sequence[float | None]) -> float:
 
 
 def step_figures(rows: list[dict]) -> dict[str, float]:
-    """Reward, format, ranks or answers, lengths, flat groups and failures of a step's rollouts (all
-    ranks)."""
+    """Reward, format, ranks or answers, lengths, flat groups and failures of a step (all ranks)."""
     scored = [r for r in rows if r["reward"] is not None]
     flat: dict[int, bool] = {}
     for r in scored:
@@ -56,64 +54,60 @@ ENDS = ("answered", "no_answer", "length", "rounds")  # of episodes that did not
 
 
 def answer_means(rows: Sequence[dict]) -> dict[str, float]:
-    """Means of episodes' figures, and the share that ended in each way (`end_length`, …).
-
-    Of the gold passages over those that are judged, NaN where none is.
-    """
+    """Means of episodes' figures (NaN where none has one), and the share that ended in each way."""
     ends = {f"end_{end}": mean([row["end"] == end for row in rows]) for end in ENDS}
     return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS} | ends
 
 
-def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Why the run should stop, by its last `window` steps against the best window before; None
-    while all is well.
+# figure, its best before, when it tells of a collapse (entropy: babble), in words
+SIGNS = (
+    (
+        "format_rate",
+        max,
+        lambda best, now: best > 0.2 and now < best / 2,
+        "fell from {:.2f} to {:.2f}",
+    ),
+    ("reward", max, lambda best, now: best > 0.2 and now < best / 4, "fell from {:.3f} to {:.3f}"),
+    (
+        "entropy",
+        min,
+        lambda best, now: now > 3 * best + 0.5,
+        "rose from {:.2f} to {:.2f} nats a token",
+    ),
+    ("kl", min, lambda best, now: now > 2, "rose from {:.2f} to {:.2f} nats a token"),
+)
 
-    Four signs: the format rate halves, the mean reward falls below a quarter of its best, entropy
-    triples (babble), KL per token passes 2 nats. Figures that are not finite are left out of a
-    window's mean.
+
+def collapse_reason(history: list[dict], window: int = 10) -> str | None:
+    """Why the run should stop (SIGNS), by its last `window` steps against the best window before.
+
+    Figures that are not finite are left out of a window's mean.
     """
     if len(history) < 2 * window:
         return None
     starts = range(0, len(history) - 2 * window + 1, window)
     windows = [history[i : i + window] for i in starts] + [history[-window:]]
-
-    def before_and_now(key: str, best) -> tuple[float, float]:
+    for key, best_of, collapsed, words in SIGNS:
         *before, now = (mean([row[key] for row in rows]) for rows in windows)
-        return best((v for v in before if math.isfinite(v)), default=math.nan), now
-
-    best, now = before_and_now("format_rate", max)
-    if best > 0.2 and now < 0.5 * best:
-        return f"the format rate fell from {best:.2f} to {now:.2f}"
-    best, now = before_and_now("reward", max)
-    if best > 0.2 and now < 0.25 * best:
-        return f"the mean reward fell from {best:.3f} to {now:.3f}"
-    lowest, now = before_and_now("entropy", min)
-    if now > 3 * lowest + 0.5:
-        return f"the entropy rose from {lowest:.2f} to {now:.2f} nats a token"
-    _, now = before_and_now("kl", min)
-    if now > 2.0:
-        return f"the KL to the starting policy is {now:.2f} nats a token"
+        best = best_of(filter(math.isfinite, before), default=math.nan)
+        if collapsed(best, now):
+            return f"{key} {words.format(best, now)}"
     return None
 
 
+PHASES = ("sample", "reward", "reference", "update", "sync")
+
+
 def step_line(row: dict, steps: int, seconds: float) -> str:
-    """The one line a step prints; `seconds` is what a step takes."""
+    """The line that a step prints; `seconds` is what a step takes."""
     keys = ("mrr", "hit@1") if "mrr" in row else ("f1", "em", "all_gold", "searches")
-    shown = "".join(f"{key.replace('_', ' ')} {row[key]:.3f} | " for key in keys)
-    phases = {
-        "gen": "sample",
-        "reward": "reward",
-        "ref": "reference",
-        "train": "update",
-        "sync": "sync",
-    }
-    took = "".join(f"{name} {row[f'seconds_{phase}']:.1f}s | " for name, phase in phases.items())
+    keys = ("reward", *keys, "format_rate", "kl", "entropy", "flat_groups", "clipped")
+    shown = " | ".join(f"{key} {row[key]:.3f}" for key in keys)
+    took = " | ".join(f"{phase} {row[f'seconds_{phase}']:.1f}s" for phase in PHASES)
     return (
-        f"step {row['step']:05d}/{steps:05d} | reward {row['reward']:.4f} | {shown}format "
-        f"{row['format_rate']:.3f} | kl {row['kl']:.4f} | entropy {row['entropy']:.3f} | flat "
-        f"{row['flat_groups']:.2f} | clipped {100 * row['clipped']:.1f}% | len "
-        f"{row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | "
-        f"{took}left {seconds * (steps - row['step']) / 60:.0f}m"
+        f"step {row['step']:05d}/{steps:05d} | {shown} | response_tokens "
+        f"{row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | {took} "
+        f"| left {seconds * (steps - row['step']) / 60:.0f}m"
     )
 
 
@@ -122,8 +116,8 @@ def validation_line(figures: dict, step: int, steps: int, best: dict, seconds: f
     keys = ("mrr", "ndcg@3", "recall@10", "recall@100")
     if "dev_f1" in figures:
         keys = ("f1", "em", "gold_recall", "all_gold", "searches")
-    shown = "".join(f"{key} {figures[f'dev_{key}']:.4f} | " for key in keys)
+    shown = " | ".join(f"{key} {figures[f'dev_{key}']:.4f}" for key in (*keys, "format_rate"))
     return (
-        f"validation {step:05d}/{steps:05d} | {shown}format {figures['dev_format_rate']:.3f} | "
-        f"best {best['value']:.4f} at {best['step']} | {seconds:.1f}s"
+        f"validation {step:05d}/{steps:05d} | {shown} | best {best['value']:.4f} at "
+        f"{best['step']} | {seconds:.1f}s"
     )

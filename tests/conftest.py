@@ -56,6 +56,24 @@ def dist():
         yield distributed.setup()
         distributed.cleanup()
 
-@pytest.fixture(scope="module")
-def where(dist):
-    return dist
+
+FAMILIES = [("qwen2", True), ("llama", False), ("qwen3", True)]
+
+
+@pytest.fixture(scope="session", params=FAMILIES, ids=["qwen2-tied", "llama-untied", "qwen3-tied"])
+def family_lm(request, tmp_path_factory):
+    """A folder with a tiny language model, for each family."""
+    import tiny
+
+    path = tmp_path_factory.mktemp("lm")
+    tiny.tiny_lm(path, *request.param, seed=3)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def qwen_lm(tmp_path_factory):
+    import tiny
+
+    path = tmp_path_factory.mktemp("qwen")
+    tiny.tiny_lm(path)
+    return str(path)

@@ -19,7 +19,6 @@ from scoring.ranking import (
     read_qrels,
     read_run,
     score_run,
-    write_qrels,
     write_run,
 )
 
@@ -28,6 +27,11 @@ def write(path, text):
     with open(path, "wb") as f:
         f.write(text if isinstance(text, bytes) else text.encode())
     return str(path)
+
+
+def write_qrels(path, qrels):
+    rows = ((q, p, gain) for q, gains in qrels.items() for p, gain in gains.items())
+    return write(path, "".join(f"{q} 0 {p} {gain}\n" for q, p, gain in rows))
 
 
 def random_data(seed, queries=60, ids=300):

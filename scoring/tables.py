@@ -1,0 +1,100 @@
+"""Tables in Markdown of scored systems: title → row, as evaluate.py's metrics.json holds them."""
+
+from __future__ import annotations
+
+from scoring.ranking import METRICS, PRINTED
+
+# key → head of the columns of every table, in this order
+NAMES = {m: m.capitalize() if m.startswith("recall") else m.upper() for m in METRICS} | {
+    head.lower().replace(" ", "_").replace("-", "_"): head
+    for head in ("all gold@10", "EM", "F1", "acc", "precision", "recall", "well-formed")
+    + ("gold recall", "all gold", "searches")
+}
+COUNTS = ("queries", "questions", "missing", "errors", "cut")
+KINDS = {
+    "depth": "turn of the conversation",
+    "topic": "topic, against the turn before",
+    "type": "type of question",
+}
+NOTES = {
+    "missing": "{missing} of {total} {what} have no results and count 0.",
+    "extra": "{extra} further {what} are not judged and were ignored.",
+    "cut": "{cut} queries were longer than the retriever takes, and cut.",
+    "cut_passages": "{cut_passages} passages are longer than the encoder reads, and cut.",
+    "judged": "gold recall and all gold over the {judged} judged questions.",
+}
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---")
+
+
+def cell(name: str, value: float | None, ci: list[float] | None, sign: str = "") -> str:
+    """A metric with its interval, in percent; `searches` is a number."""
+    if value is None:
+        return "–"
+    scale, form = (1, f"{sign}.2f") if name == "searches" else (100, f"{sign}.1f")
+    interval = f" [{scale * ci[0]:{form}}, {scale * ci[1]:{form}}]" if ci else ""
+    return f"{scale * value:{form}}{interval}"
+
+
+def _difference(name: str, test: dict | None) -> str:
+    if test is None:
+        return "–"
+    return cell(name, test["difference"], test["ci"], "+") + f" p={test['p']:.4f}"
+
+
+def tables(rows: dict[str, dict], note: str) -> str:
+    """Means with intervals, the paper's protocol, differences with p, notes on counts.
+
+    note: how the sentence on intervals goes on.
+    """
+    names = [name for name in NAMES if any(name in row for row in rows.values())]
+    counts = [name for name in COUNTS if any(name in row for row in rows.values())]
+    heads, titles = [NAMES[name] for name in names], list(rows)
+    top, below, paper, notes = [], [], [], []
+    for title, before, row in zip(titles, ["", *titles], rows.values()):
+        cells = [cell(name, row.get(name), row["ci"].get(name)) for name in names]
+        top.append([title, *cells, *(str(row.get(name, "–")) for name in counts)])
+        for key, label in (("paired", title), ("paired_before", f"{title}, minus {before}")):
+            if key in row:
+                below.append([label, *(_difference(n, row[key].get(n)) for n in names)])
+        if "paper" in row:
+            shares = [f"{100 * row['paper'][name]:.1f}" for name in PRINTED.values()]
+            paper.append([title, *shares, str(row["paper"]["queries"])])
+        notes += [f"{title}: {note}" for note in _notes(row)]
+    percent = "Percent (searches: their number)" if "searches" in names else "Percent"
+    parts = [
+        markdown_table(["system", *heads, *counts], top),
+        f"{percent} with 95 % bootstrap intervals{note}",
+    ]
+    if paper:
+        head = ["as the paper's scripts count", *PRINTED.values(), "queries averaged"]
+        parts.append(markdown_table(head, paper))
+        parts.append(
+            'There "MRR@3" is the MRR above; queries without results, or whose response did not '
+            "parse, are left out of the mean."
+        )
+    if below:
+        parts.append(markdown_table([f"minus {titles[0]}", *heads], below))
+    return "\n\n".join(parts + notes)
+
+
+def _notes(row: dict) -> list[str]:
+    what = "queries" if "queries" in row else "questions"
+    notes = [NOTES[k].format(**row, total=row[what], what=what) for k in NOTES if row.get(k)]
+    if "status" in row:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(row["status"].items()))
+        notes.append(f"rewrites by status: {counts}.")
+    return notes
+
+
+def group_table(kind: str, rows: dict[str, dict], metric: str) -> str:
+    """A metric of every system by the groups of a kind, with the number of queries in each."""
+    labels = [f"{k} ({v['queries']})" for k, v in next(iter(rows.values()))["groups"][kind].items()]
+    body = [
+        [title, *(cell(metric, g[metric], g["ci"][metric]) for g in row["groups"][kind].values())]
+        for title, row in rows.items()
+    ]
+    return markdown_table([f"{NAMES[metric]} by {KINDS[kind]}", *labels], body)
