@@ -1,11 +1,9 @@
 """Encoders, the dense index, the retriever of a configuration, and the command that builds one.
 
-Lists are by (score descending, id ascending). A rank is 1 + the number of other passages that score
-at least as high as the gold: ties count against it, other golds of the query do not, the best gold
-counts, beyond the cut-off it is None, and a NaN score gives FAILED. Results are positional.
-
     python retriever.py kind=dense corpus=FILE encoder=FOLDER index=OUT   # build an index
     python retriever.py check encoder=FOLDER                              # does this encoder rank?
+
+The order of lists and the rule of ranks: docs/retrieval.md. Results are positional.
 
 Shapes: B texts, L tokens, D embedding size, Q queries.
 """
@@ -33,7 +31,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from config import run, save_config
-from data import located_lines
 from distributed import cleanup, setup
 from runs import Progress, claim_folder, only_writer
 from search.bm25 import BM25Retriever, build_postings
@@ -55,9 +52,9 @@ from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
 from search.passages import (  # noqa: F401
     FAILED,
+    Corpus,
     RetrieverConfig,
     RetrieverError,
-    check_queries,
     check_same,
     read_meta,
     retriever_settings,
@@ -67,8 +64,8 @@ from search.passages import (  # noqa: F401
 from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
-# Copies out alone, up to the next such line: it needs transformers, the imports above from the
-# standard library and other packages, and a ValueError named RetrieverError.
+# Copies out alone, up to the next such line, with the imports above that are not the project's, and a
+# ValueError named RetrieverError.
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ MEAN_ENCODER = Encoder("mean")  # all-MiniLM and its like
 class ANCE(nn.Module):
     """RoBERTa, then LayerNorm(Linear(state of the first token)); compared by inner product.
 
-    Parameter names are those of the public checkpoints (castorini/ance-msmarco-passage,
-    3ricL/ad-hoc-ance-msmarco). arXiv 2007.00808; Pyserini's AnceEncoder.
+    arXiv 2007.00808; parameter names of castorini/ance-msmarco-passage.
     """
 
     UNUSED = re.compile(r"classifier\.|roberta\.pooler\.|roberta\.embeddings\.\w+_ids$")
@@ -128,7 +124,7 @@ class ANCE(nn.Module):
 
 
 def _model_file(name: str, filename: str) -> Path | None:
-    """Local path of a model's file, fetched from the hub if `name` is no folder; None: no such."""
+    """A model's file, fetched from the hub if `name` is no folder; None: it has no such file."""
     if os.path.isdir(name):
         path = Path(name, filename)
         return path if path.is_file() else None
@@ -158,10 +154,9 @@ def _state_dict(name: str) -> dict[str, Tensor]:
 
 
 def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
-    """The settings that a model other than ANCE asks for.
+    """The settings that a model other than ANCE asks for; a `pooling` that is given overrules them.
 
-    E5 is known by its name, others by their sentence-transformers files; a `pooling` that is given
-    overrules the files. RetrieverError: they ask for something that is not built here.
+    E5 is known by its name, others by their sentence-transformers files.
     """
     cached = [part for part in Path(name).parts if part.startswith("models--")]  # the hub's cache
     own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()
@@ -171,8 +166,8 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
         unknown = set(kinds) - {"Transformer", "Pooling", "Normalize"}
         if pooling is None and unknown:
             raise RetrieverError(
-                f"{name} has the sentence-transformers module {min(unknown)}; only Transformer, "
-                "Pooling and Normalize are built here. Use another model, or give pooling=…"
+                f"{name} has the sentence-transformers module {min(unknown)}, which is not built "
+                "here; use another model, or give pooling=…"
             )
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
@@ -183,8 +178,7 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
         known |= {"mean": "mean", "cls": "first"}
         if len(modes) != 1 or modes[0] not in known:
             raise RetrieverError(
-                f"{name} pools by {modes}; mean and first (cls) are built here. Give pooling=mean "
-                "or pooling=first to overrule it."
+                f"{name} pools by {modes}, which is not built here; give pooling=mean or first"
             )
         pooling = known[modes[0]]
     if limits := _model_json(name, "sentence_bert_config.json"):
@@ -209,8 +203,8 @@ def _load_tokenizer(name: str) -> Any:
     invented = type(tokenizer) is not PreTrainedTokenizerFast and files
     if invented and not any(_model_file(name, file) for file in files):
         raise RetrieverError(
-            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing. Copy the "
-            "files from where the weights came from."
+            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing; copy the "
+            "files from where the weights came from"
         )
     return tokenizer
 
@@ -231,8 +225,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     decoders = [a for a in config.architectures or [] if re.search("CausalLM|LMHead|Generation", a)]
     if decoders and pooling is None and not _model_file(name, "modules.json"):
         raise RetrieverError(
-            f"{name} is a language model ({decoders[0]}), no encoder of texts. Give an encoder's "
-            "folder, or pooling=mean to use it all the same."
+            f"{name} is a language model ({decoders[0]}), no encoder; give an encoder's folder, or "
+            "pooling=mean to use it all the same"
         )
     encoder, level = detect_encoder(name, pooling), logging.get_verbosity()
     logging.set_verbosity_error()  # its report on missing tensors is judged here
@@ -242,8 +236,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     logging.set_verbosity(level)
     if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
         raise RetrieverError(
-            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors): they would be "
-            "random. Use a whole checkpoint."
+            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors), which would be "
+            "random; use a whole checkpoint"
         )
     if hasattr(model, "pooler"):
         model.pooler = None  # not used, and random where the checkpoint lacks it
@@ -253,9 +247,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
 def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Module, Any, Encoder]:
     """Model (float32, eval), tokenizer and settings from a local folder or a hub name.
 
-    overrides: fields of `Encoder`, None for "as detected". Lengths never exceed the model's
-    positions. RetrieverError: no such model, missing tensors or tokenizer files, a tokenizer or
-    settings that don't fit the model.
+    overrides: fields of `Encoder`, None for "as detected"; lengths never exceed the model's positions
+    RetrieverError: missing files or tensors, a tokenizer or settings that don't fit the model.
     """
     from transformers import AutoConfig
 
@@ -278,8 +271,8 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
     highest = max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise RetrieverError(
-            f"{name}: its tokenizer has ids up to {highest}, its model {rows} embeddings; they "
-            "belong to different models. Use the tokenizer that the model was trained with."
+            f"{name}: its tokenizer has ids up to {highest}, its model {rows} embeddings; use the "
+            "tokenizer that the model was trained with"
         )
     encoder, most = replace(encoder, name=name, **overrides), position_limit(config)
     lengths = {k: min(getattr(encoder, k), most) for k in ("query_length", "passage_length")}
@@ -360,9 +353,9 @@ def encode_tokens(
 ) -> Tensor:
     """Token ids of texts, int32 arrays → (len(tokens), D) float32 on the model's device, in order.
 
-    Equal texts are encoded once. Batches are made of texts sorted by length; on CUDA bf16 autocast
-    for a float32 model. packed: what `packed_model` returned; progress: is told how many texts more
-    are encoded.
+    Equal texts are encoded once, in batches by length; on CUDA a float32 model in bf16 autocast.
+
+    packed: what `packed_model` returned; progress: is told how many texts more are encoded
     """
     slots: dict[bytes, int] = {}
     which = [slots.setdefault(ids.tobytes(), len(slots)) for ids in tokens]
@@ -392,16 +385,15 @@ def encode(
     encoder: Encoder | None = None,
     query: bool = False,
     batch_tokens: int = 8192,
-    counts: dict | None = None,
+    cut: list[bool] | None = None,
     progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
     """`texts` → (len(texts), D) float32 on the CPU, in order; passages and queries alike.
 
-    encoder: settings; by default ANCE's for an ANCE model, mean pooling for any other
+    encoder: by default ANCE's for an ANCE model, mean pooling for any other
     query: the query side's prefix and length instead of the passage side's
-    batch_tokens: tokens of one batch; on CUDA without padding where the model's family allows it
-    counts: a dict whose "truncated" is raised by the number of texts that were cut
-    progress: is told how many texts more are encoded
+    batch_tokens: of one batch; on CUDA without padding where the model's family allows it
+    cut: is told of every text whether it was too long; progress: how many more are encoded
     """
     encoder = encoder or default_encoder(model)
     prefix = encoder.query_prefix if query else encoder.passage_prefix
@@ -411,8 +403,8 @@ def encode(
         batch = tokenizer([prefix + t for t in texts[start : start + 1024]], verbose=False)
         tokens += [np.array(ids, dtype=np.int32) for ids in batch["input_ids"]]
     length = min(length, position_limit(model.config))
-    if counts is not None:
-        counts["truncated"] = counts.get("truncated", 0) + sum(len(t) > length for t in tokens)
+    if cut is not None:
+        cut += [len(ids) > length for ids in tokens]
     tokens = truncate(tokens, length, set(tokenizer.all_special_ids))
     packed, pad = packed_model(model, batch_tokens, length), tokenizer.pad_token_id or 0
     return encode_tokens(model.eval(), tokens, encoder, pad, batch_tokens, packed, progress).cpu()
@@ -423,7 +415,7 @@ def encode(
 
 def build_index(
     folder: str | os.PathLike,
-    corpus: str | os.PathLike | Sequence,
+    corpus: Corpus,
     model: nn.Module,
     tokenizer: Any,
     encoder: Encoder | None = None,
@@ -435,16 +427,15 @@ def build_index(
 
     A killed build, started again, makes the missing shards and ends with the same bytes; a finished
     index is checked and left alone. In a process group every rank makes its share of the shards.
-    On CUDA the encoder is compiled, in bf16, and texts are packed where its family allows it.
 
     shard_size: passages of a shard; workers: processes that read and tokenise ahead, 0: this one
-    RetrieverError: the folder holds another index, a vector is not finite, the corpus is empty or
-    has an id twice, the disk is too small. DataError: another build is at work in the folder.
+    RetrieverError: another index is there, a vector is not finite, the corpus is empty or has an id
+    twice, the disk is too small. DataError: another build is at work in the folder.
     """
-    encoder, packed = encoder or default_encoder(model), None
-    identity = encoder_identity(model, tokenizer, encoder)
+    encoder = encoder or default_encoder(model)
+    identity, packed = encoder_identity(model, tokenizer, encoder), None
     length = min(encoder.passage_length, position_limit(model.config))
-    if can_pack(model):
+    if can_pack(model):  # compiled, in bf16
         model = copy.deepcopy(model).to(torch.bfloat16)
         packed = packed_model(model, batch_tokens, length, compiled=True)
 
@@ -454,9 +445,8 @@ def build_index(
         part = encode_tokens(model.eval(), short, encoder, pad, batch_tokens, packed, progress)
         return part.half(), sum(len(ids) > length for ids in tokens)
 
-    notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-    source = (Path(folder), corpus, tokenizer, encoder.passage_prefix)
-    encoded = build_shards(*source, vectors, identity, notes, shard_size, workers)
+    parts = corpus, tokenizer, encoder, identity
+    encoded = build_shards(Path(folder), *parts, vectors, shard_size, workers)
     return replace(open_index(folder), encoded=encoded)
 
 
@@ -496,20 +486,18 @@ class DenseRetriever(VectorRetriever):
         if index.meta:
             check_encoder(index, model, tokenizer, encoder or default_encoder(model))
         super().__init__(index, next(model.parameters()).device, across, faiss)
-        self.encoding = (model, tokenizer, encoder, batch_tokens)
-        self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
+        self.encoding = model, tokenizer, encoder, batch_tokens
+        self._encoding = threading.Lock()  # fast tokenizers may not be borrowed twice
 
-    def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        """(Q, D) float32 on the CPU."""
+    def encode_queries(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
+        """(Q, D) float32 on the CPU, and which queries were too long."""
         model, tokenizer, encoder, batch_tokens = self.encoding
-        queries, counts = check_queries(queries), {}
-        bar = Progress(len(queries), "encode", "queries")
-        with self._lock:
-            parts = (model, tokenizer, queries, encoder, True, batch_tokens, counts, bar.update)
-            vectors = encode(*parts)
-            self.cut_queries += counts["truncated"]
+        bar, cut = Progress(len(queries), "encode", "queries"), []
+        with self._encoding:
+            settings = encoder, True, batch_tokens, cut, bar.update
+            vectors = encode(model, tokenizer, queries, *settings)
         bar.close()
-        return vectors
+        return vectors, cut
 
 
 # --------------------------------------------------------------------------- configuration, entry
@@ -535,9 +523,8 @@ def open_retriever(
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
         raise RetrieverError(
-            f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
-            "corpus=FILE index=OUT (dense and hybrid: encoder=FOLDER), then give "
-            "retriever.index=OUT. For bm25 retriever.corpus=FILE does."
+            f"kind={cfg.kind} needs an index; build it with python retriever.py kind={cfg.kind} "
+            "corpus=FILE index=OUT (and encoder=FOLDER), then give retriever.index=OUT"
         )
     same_corpus(cfg, cfg.corpus)
     if cfg.kind != "bm25":
@@ -559,19 +546,16 @@ def open_retriever(
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
-def build_bm25(
-    folder: Path, corpus: str | os.PathLike, analyzer: str = "lucene", workers: int = 1
-) -> tuple[int, int]:
+def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
     """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where it was there)."""
-    with only_writer(os.fspath(folder.parent), folder.name):
-        if (meta := read_meta(folder)) is not None:
-            corpus_now = {"corpus": survey(corpus, folder, lambda i: False).fingerprint}
-            check_same(folder, meta, corpus_now, "Choose another folder, or delete this one.")
-            return len(BM25Retriever.open(folder, analyzer=analyzer).passage_ids), 0
-        progress = Progress(sum(1 for _ in located_lines(corpus)), f"index {folder}")
-        count = build_postings(folder, corpus, analyzer, workers, progress.update)
-        progress.close()
-    return count, count
+    folder = Path(cfg.index, "bm25")
+    with only_writer(cfg.index, "bm25"):
+        if (meta := read_meta(folder)) is None:
+            count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+            return count, count
+        now = {"corpus": survey(cfg.corpus, folder)[1]}
+        check_same(folder, meta, now, "Choose another folder, or delete this one.")
+        return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
@@ -580,13 +564,11 @@ def main(cfg: RetrieverConfig) -> dict | None:
     Under torchrun every rank encodes its share of a dense index; rank 0 does the rest and reports.
     """
     if cfg.kind == "remote":
-        raise RetrieverError(
-            "kind=remote has no index here; build it where serve.py runs, with the kind it serves"
-        )
+        raise RetrieverError("kind=remote has no index here; build it where serve.py runs")
     if not cfg.corpus or not cfg.index:
         raise RetrieverError(
-            f"building needs corpus and index; corpus is {cfg.corpus!r}, index {cfg.index!r}. Give "
-            "corpus=FILE index=FOLDER."
+            f"corpus is {cfg.corpus!r} and index {cfg.index!r}; building needs both: give "
+            "corpus=FILE index=FOLDER"
         )
     claim_folder(cfg.index, "retriever.py")
     if "RANK" in os.environ:
@@ -607,17 +589,17 @@ def _build(cfg: RetrieverConfig) -> dict | None:
         if workers < 0:
             share = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
             workers = min(16, max(share, 1)) if next(model.parameters()).is_cuda else 0
-        parts = (model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers)
+        parts = model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *parts)
-        count, indexed, dim = len(index.ids), index.encoded, index.size
+        count, indexed, dim = len(index.ids), index.encoded, index.meta["dim"]
         truncated = index.cut_passages
         if cfg.faiss and first:
-            settings = (cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search)
+            settings = cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search
             build_faiss(faiss_folder(cfg.index, cfg.faiss), index.shards, *settings)
     if not first:
         return None
     if cfg.kind != "dense":
-        words = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+        words = build_bm25(cfg)
         count, indexed = words if cfg.kind == "bm25" else (count, indexed)
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started

@@ -150,11 +150,11 @@ def test_truncation_is_counted(tmp_path):
     model, tokenizer, encoder = load_encoder(
         str(tmp_path), device="cpu", passage_length=8, query_length=10
     )
-    counts = {}
-    encode(model, tokenizer, ["abcdef", "abcdefg", "abcdefg", "a"], encoder, counts=counts)
-    assert counts == {"truncated": 2}
-    encode(model, tokenizer, ["abcdefg"], encoder, query=True, counts=counts)
-    assert counts == {"truncated": 2}
+    cut = []
+    encode(model, tokenizer, ["abcdef", "abcdefg", "abcdefg", "a"], encoder, cut=cut)
+    assert cut == [False, True, True, False]
+    encode(model, tokenizer, ["abcdefg"], encoder, query=True, cut=cut)
+    assert cut[4:] == [False]
 
 
 def test_mpnet_counts_positions_as_roberta_does(tmp_path):
