@@ -38,10 +38,8 @@ from search.client import RemoteRetriever, RetrieverAway  # noqa: F401  names of
 from search.dense_index import (  # noqa: F401
     WINDOW,
     Index,
-    PackedModel,
     VectorRetriever,
     build_shards,
-    can_pack,
     check_encoder,
     encoder_identity,
     faiss_folder,
@@ -50,6 +48,7 @@ from search.dense_index import (  # noqa: F401
 )
 from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
+from search.packed import PackedModel, can_pack  # noqa: F401
 from search.passages import (  # noqa: F401
     FAILED,
     Corpus,
@@ -64,7 +63,7 @@ from search.passages import (  # noqa: F401
 from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
-# Copies out alone, up to the next such line, with the imports above that are not the project's, and a
+# Copies out alone, up to the next such line, with the imports that are not the project's and a
 # ValueError named RetrieverError.
 
 
@@ -134,7 +133,7 @@ def _model_file(name: str, filename: str) -> Path | None:
     try:
         return Path(hf_hub_download(name, filename))
     except EntryNotFoundError as e:
-        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach: nothing is known
+        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach
             raise
         return None
 
@@ -146,7 +145,7 @@ def _model_json(name: str, filename: str) -> Any:
 
 
 def _state_dict(name: str) -> dict[str, Tensor]:
-    """The single weight file of a model, never unpickled beyond tensors; {} where there is none."""
+    """The single weight file of a model, never unpickled beyond tensors; {}: it has none."""
     if path := _model_file(name, "model.safetensors"):
         return load_file(path)
     path = _model_file(name, "pytorch_model.bin")
@@ -162,12 +161,12 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
     own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
     if modules := _model_json(name, "modules.json"):
-        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-        unknown = set(kinds) - {"Transformer", "Pooling", "Normalize"}
+        kinds = {module["type"].rsplit(".", 1)[-1] for module in modules}
+        unknown = kinds - {"Transformer", "Pooling", "Normalize"}
         if pooling is None and unknown:
             raise RetrieverError(
-                f"{name} has the sentence-transformers module {min(unknown)}, which is not built "
-                "here; use another model, or give pooling=…"
+                f"{name} has the module {min(unknown)}, which is not built here; use another "
+                "model, or give pooling=mean or first"
             )
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
@@ -188,14 +187,14 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
 
 def position_limit(config: Any) -> int:
-    """Tokens that a model has positions for; RoBERTa's kind spends pad_token_id + 1 on padding."""
+    """Tokens that a model has positions for; RoBERTa's kind has some for padding."""
     most = getattr(config, "max_position_embeddings", None) or sys.maxsize
     padded = config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet")
     return most - (config.pad_token_id + 1 if padded else 0)
 
 
 def _load_tokenizer(name: str) -> Any:
-    """The tokenizer of an encoder, from its files: without any, the library invents one."""
+    """The tokenizer of an encoder; without its files the library would invent one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -203,8 +202,8 @@ def _load_tokenizer(name: str) -> Any:
     invented = type(tokenizer) is not PreTrainedTokenizerFast and files
     if invented and not any(_model_file(name, file) for file in files):
         raise RetrieverError(
-            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing; copy the "
-            "files from where the weights came from"
+            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing; copy it "
+            "from where the weights came from"
         )
     return tokenizer
 
@@ -218,7 +217,7 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     if pooling is not None and (pooling == "ance") != is_ance:
         raise RetrieverError(
             f"pooling is {pooling!r}, but {name} is {'an' if is_ance else 'no'} ANCE checkpoint "
-            "(RoBERTa with embeddingHead and norm); leave pooling unset"
+            "(RoBERTa with embeddingHead); leave pooling unset"
         )
     if is_ance:
         return ANCE.from_pretrained(name), ANCE_ENCODER
@@ -247,7 +246,7 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
 def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Module, Any, Encoder]:
     """Model (float32, eval), tokenizer and settings from a local folder or a hub name.
 
-    overrides: fields of `Encoder`, None for "as detected"; lengths never exceed the model's positions
+    overrides: fields of `Encoder`, None for "as detected"
     RetrieverError: missing files or tensors, a tokenizer or settings that don't fit the model.
     """
     from transformers import AutoConfig
@@ -264,8 +263,8 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
         gone = local and not os.path.exists(name)
         reason = "there is no such folder" if gone else " ".join(str(e).split())[:200]
         raise RetrieverError(
-            f"encoder {name!r} can't be loaded ({reason}); give a folder with its config.json, "
-            "tokenizer and weights, or a hub name where the hub can be reached"
+            f"encoder {name!r} can't be loaded ({reason}); give a folder with config.json, "
+            "tokenizer and weights, or a hub name"
         ) from e
     rows = getattr(model, "roberta", model).get_input_embeddings().num_embeddings
     highest = max(tokenizer.get_vocab().values())
@@ -281,12 +280,12 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
 
 
 def default_encoder(model: nn.Module) -> Encoder:
-    """ANCE's settings for an ANCE model, mean pooling and normalisation for any other."""
+    """ANCE's settings for an ANCE model, mean pooling for any other."""
     return ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
-    """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays the end."""
+    """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays."""
     out = []
     for ids in tokens:
         if len(ids) > length:
@@ -302,13 +301,13 @@ def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 class PaddedModel:
-    """A model that reads texts in batches of `batch_tokens`, padded to the longest text."""
+    """A model that reads texts in batches, padded to the longest text."""
 
     def __init__(self, model: nn.Module, batch_tokens: int, pad: int):
         self.model, self.batch_tokens, self.pad = model, batch_tokens, pad
 
     def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
-        """Runs of texts, sorted longest first, that fill a batch."""
+        """Runs of texts, longest first, that fill a batch."""
         start = 0
         while start < len(lengths):
             step = max(self.batch_tokens // max(lengths[start], 1), 1)
@@ -333,9 +332,9 @@ class PaddedModel:
 
 
 def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
-    """What reads texts without padding; None on a CPU, for other families, or copied out alone."""
+    """What reads texts without padding; None where that can't be, or copied out alone."""
     try:
-        from search.dense_index import PackedModel, can_pack
+        from search.packed import PackedModel, can_pack
     except ImportError:
         return None
     return PackedModel(model, batch_tokens, length, **options) if can_pack(model) else None
@@ -357,22 +356,19 @@ def encode_tokens(
 
     packed: what `packed_model` returned; progress: is told how many texts more are encoded
     """
-    slots: dict[bytes, int] = {}
-    which = [slots.setdefault(ids.tobytes(), len(slots)) for ids in tokens]
-    distinct = list(dict(zip(which, tokens)).values())
-    order = sorted(range(len(distinct)), key=lambda i: -len(distinct[i]))
+    keys = [ids.tobytes() for ids in tokens]
+    distinct = sorted(dict(zip(keys, tokens)).values(), key=len, reverse=True)
     reader = packed if all(map(len, tokens)) and packed else PaddedModel(model, batch_tokens, pad)
     device, weights = next(model.parameters()).device, next(model.parameters()).dtype
     mixed = device.type == "cuda" and weights == torch.float32
     vectors = [torch.empty(0, model.config.hidden_size, device=device)]
-    for rows in reader.batches([len(distinct[i]) for i in order]):
+    for rows in reader.batches([len(ids) for ids in distinct]):
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            vectors.append(reader.vectors([distinct[i] for i in order[rows]], encoder))
+            vectors.append(reader.vectors(distinct[rows], encoder))
         progress(len(vectors[-1]))
-    progress(len(which) - len(distinct))
-    made = np.empty(len(order), dtype=np.int64)  # the row at which each distinct text was encoded
-    made[order] = np.arange(len(order))
-    rows = torch.from_numpy(made[np.array(which, dtype=np.int64)])
+    progress(len(tokens) - len(distinct))
+    row = {ids.tobytes(): i for i, ids in enumerate(distinct)}
+    rows = torch.tensor([row[key] for key in keys], dtype=torch.long)
     if device.type == "cuda":  # the caller goes on while the device is at work
         rows = rows.pin_memory().to(device, non_blocking=True)
     return torch.cat(vectors).float()[rows]
@@ -423,12 +419,12 @@ def build_index(
     batch_tokens: int = 8192,
     workers: int = 0,
 ) -> Index:
-    """Encode a corpus (a file, or data.Passage objects) into `folder`: fp16 shards, ids, meta.json.
+    """Encode a corpus into `folder`: fp16 shards of `shard_size` passages, ids, meta.json.
 
     A killed build, started again, makes the missing shards and ends with the same bytes; a finished
     index is checked and left alone. In a process group every rank makes its share of the shards.
 
-    shard_size: passages of a shard; workers: processes that read and tokenise ahead, 0: this one
+    workers: processes that read and tokenise ahead, 0: this one
     RetrieverError: another index is there, a vector is not finite, the corpus is empty or has an id
     twice, the disk is too small. DataError: another build is at work in the folder.
     """
@@ -457,11 +453,7 @@ def open_index(
     encoder: Encoder | None = None,
     verify: bool = False,
 ) -> Index:
-    """Open a finished index, memory-mapped; given a model, check that it is the one that built it.
-
-    verify: read every shard and compare its checksum
-    RetrieverError: no index, an unfinished or damaged one, another model, tokenizer or setting.
-    """
+    """`open_shards`; given a model, RetrieverError where another one built the index."""
     index = open_shards(Path(folder), verify)
     if model is not None:
         check_encoder(index, model, tokenizer, encoder or default_encoder(model))
@@ -481,7 +473,7 @@ class DenseRetriever(VectorRetriever):
         across: bool = False,
         faiss: FaissIndex | None = None,
     ):
-        """index: a folder or what `open_index` returned; the rest: what `load_encoder` returned"""
+        """index: a folder or an open one; the rest: as `load_encoder` gives it"""
         index = index if isinstance(index, Index) else open_index(index)
         if index.meta:
             check_encoder(index, model, tokenizer, encoder or default_encoder(model))
@@ -506,7 +498,7 @@ class DenseRetriever(VectorRetriever):
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
     """Model, tokenizer, settings and batch size of a configured encoder."""
     if not cfg.encoder:
-        raise RetrieverError(f"kind={cfg.kind} needs an encoder: give encoder=FOLDER or a hub name")
+        raise RetrieverError("an encoder is needed: give encoder=FOLDER or a hub name")
     keys = ("normalise", "query_prefix", "passage_prefix", "query_length", "passage_length")
     settings = {key: getattr(cfg, key) for key in keys}
     settings["pooling"] = None if cfg.pooling == "auto" else cfg.pooling
@@ -518,7 +510,7 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
 def open_retriever(
     cfg: RetrieverConfig,
 ) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
-    """The retriever of a configuration, from saved indexes; BM25 also in memory from the corpus."""
+    """The retriever of a configuration, from saved indexes; BM25 also from the corpus alone."""
     if cfg.kind == "remote":
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
@@ -547,7 +539,7 @@ def open_retriever(
 
 
 def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
-    """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where it was there)."""
+    """Save the BM25 index of a corpus → (passages, passages indexed now)."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
         if (meta := read_meta(folder)) is None:
@@ -559,7 +551,7 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
-    """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; finished parts are kept.
+    """Build what `cfg.kind` needs under `cfg.index`; finished parts are kept.
 
     Under torchrun every rank encodes its share of a dense index; rank 0 does the rest and reports.
     """
@@ -580,7 +572,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
 
 
 def _build(cfg: RetrieverConfig) -> dict | None:
-    """The work of `main`, within a process group or without one."""
+    """`main` within a process group or without one."""
     started, first = time.monotonic(), not dist.is_initialized() or dist.get_rank() == 0
     count, indexed, dim, truncated = 0, 0, None, 0
     if cfg.kind != "bm25":
@@ -610,7 +602,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """Rank a few sentences (`rank_probes`); with an index: also, whether this encoder built it."""
+    """Rank a few sentences; with an index: also, whether this encoder built it."""
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)

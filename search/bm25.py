@@ -1,8 +1,8 @@
-"""BM25 as Lucene scores it: English analysis, the index, search, and the rank of a gold passage.
+"""BM25 as Lucene scores it: the index, search, and the rank of a gold passage.
 
-Lists and ranks follow docs/retrieval.md; a score of 0 is no hit. Scores agree with Lucene 9 (Anserini's
-defaults) to the bit: its analysis, its passage lengths rounded to one byte, its float32 arithmetic,
-summed in float64. Copies out with config.py, data.py, runs.py and search/passages.py; needs no torch.
+Scores agree with Lucene 9 (Anserini's defaults) to the bit: its analysis, its passage lengths in
+one byte, its float32 arithmetic, summed in float64. Copies out with config.py, data.py, runs.py,
+search/analysis.py and search/passages.py; needs no torch.
 
 Shapes: M passages, V distinct words, P postings (pairs of a word and a passage), C pairs of a word
 count and a passage length.
@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 import numpy as np
-import regex
-import Stemmer
 
 from data import Passage
 from runs import Progress, atomic_folder
+from search.analysis import make_analyzer
 from search.passages import (
     Corpus,
     CutCounter,
@@ -49,226 +46,6 @@ from search.passages import (
     write_meta,
 )
 
-# ------------------------------------------------------------------------------------ analysis
-
-STOP_WORDS = frozenset(  # Lucene's EnglishAnalyzer
-    "a an and are as at be but by for if in into is it no not of on or such that the their then "
-    "there these they this to was will with".split()
-)
-
-# Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9; those of `regex` are newer),
-# keeping what holds a letter, digit, ideograph or emoji. Its grammar has two forms here: over ASCII
-# text itself, and over a text's character classes, one letter a character (CLASSES).
-ASCII_WORD = re.compile(
-    r"(?<!_)_*[A-Za-z0-9]\w*"
-    r"(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
-    re.ASCII,
-)
-
-
-def _class_pattern() -> re.Pattern:
-    x = "[EVZcs]*"  # WB4: marks, format characters and joiners belong to the character before them
-    digit, kana, join, dead, hebrew = f"N{x}", f"K{x}", f"_{x}", f"[_-]{x}", f"H{x}"
-    letter = f"(?:A{x}|H{x}(?!'|d{x}H))"  # a Hebrew letter before a quotation mark: WB7a to WB7c
-    core = (  # WB5 to WB12
-        f"(?:{hebrew}(?:'{x}|d{x}{hebrew})|{digit}(?:(?:(?:{join})*|[nq']{x}){digit})*"
-        f"|{letter}(?:(?:(?:{join})*|[mq']{x}){letter})*)+"
-    )
-    part = f"(?:{kana}(?:(?:{join})*{kana})*|{core})"
-    word = f"(?:{join})*{part}(?:(?:{join})+{part})*(?:{dead})*"  # WB13
-    emoji = "(?:P[EZ]*(?:V|M[EZ]*)?|M[EZ]*)"
-    return re.compile(  # \\Z: of a window, see standard_words
-        f"{word}|(?:{join})+\\Z|Z*{emoji}(?:(?:(?<=Z)|Z+){emoji})*|Z+\\Z|#[EZ]*V?c[EZ]*"
-        f"|(?:R{x}){{2}}|(?:[Ss]{x})+|[JI]{x}"
-    )
-
-
-CLASS_WORD = _class_pattern()
-# The first that fits a character, as in Unicode 9.
-CLASSES = [
-    ("V", r"[\uFE0E\uFE0F]"),
-    ("c", r"\u20E3"),
-    ("Z", r"\p{WB=ZWJ}"),
-    ("M", r"\p{Emoji_Modifier}"),
-    ("s", r"(?=\p{LB=SA})\p{WB=Extend}"),
-    ("E", r"[\p{WB=Extend}\p{WB=Format}\u0600-\u0605\u06DD\u070F]"),
-    ("H", r"\p{WB=Hebrew_Letter}"),
-    ("A", r"(?![\u00B8\u02E5-\u02EB\u055A\u058A\uA708-\uA716])\p{WB=ALetter}"),
-    ("N", r"[\p{WB=Numeric}\uFF10-\uFF19]"),
-    ("K", r"\p{WB=Katakana}"),
-    ("_", r"\p{WB=ExtendNumLet}"),
-    ("m", r"(?!\u055F)[\p{WB=MidLetter}:]"),
-    ("q", r"\p{WB=MidNumLet}"),
-    ("n", r"[\p{WB=MidNum}\uFE10\uFE14]"),
-    ("'", r"'"),
-    ("d", r'"'),
-    ("#", r"[#*]"),
-    ("R", r"\p{WB=Regional_Indicator}"),
-    ("J", r"\p{Script=Han}"),
-    ("I", r"\p{Script=Hiragana}"),
-    ("S", r"\p{LB=SA}"),
-    (  # Emoji 11
-        "P",
-        r"[\p{Extended_Pictographic}\u2388\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705"
-        r"\u2708-\u2712\u2763-\u2767\U0001F000-\U0001F0FF\U0001F10D-\U0001F10F\U0001F12F"
-        r"\U0001F16C-\U0001F16F\U0001F1AD-\U0001F1E5\U0001F260-\U0001F3FA\U0001F400-\U0001F53D"
-        r"\U0001F546-\U0001F64F\U0001F680-\U0001F6FF]",
-    ),
-]
-
-
-class _Classes(dict):
-    """For str.translate: the class of a character, looked up when it is first seen."""
-
-    def __missing__(self, code: int) -> str:
-        found = (name for name, pattern in CLASSES if regex.fullmatch(pattern, chr(code)))
-        self[code] = next(found, " ")
-        return self[code]
-
-
-_CLASSES = _Classes()
-# A piece between blanks with a character beyond ASCII.
-NON_ASCII = re.compile(r"(?<![^ ])([\x00-\x1F!-\x7F]*[^\x00-\x7F][^ ]*)")
-LONGEST = 255  # characters of a token; a longer one is cut into such pieces
-# What must stand in a window behind a piece for the piece to be settled: beyond marks, nothing
-# looks further ahead than a letter that joins words, a Hebrew letter and a quotation mark.
-SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
-
-
-def _classes(text: str) -> str:
-    """The class of every character, for CLASS_WORD.
-
-    A run of _ (and marks) that no word follows becomes -, a run of ZWJ that no emoji follows E:
-    else a search would run to the end of the run from each of its characters.
-    """
-    classes = text.translate(_CLASSES)
-    classes = re.sub(
-        "_[_EVZcs]*([AHKN]?)", lambda m: m[0] if m[1] else m[0].replace("_", "-"), classes
-    )
-    return re.sub("Z+([MP]?)", lambda m: m[0] if m[1] else "E" * len(m[0]), classes)
-
-
-def standard_words(text: str) -> list[str]:
-    """The words of a text as Lucene's StandardTokenizer finds them."""
-    words: list[str] = []
-    for i, part in enumerate([text] if text.isascii() else NON_ASCII.split(text)):
-        if i % 2:
-            words += [part[m.start() : m.end()] for m in CLASS_WORD.finditer(_classes(part))]
-        else:
-            words += ASCII_WORD.findall(part)
-    if max(map(len, words), default=0) <= LONGEST:
-        return words
-    classes, words, at = _classes(text), [], 0
-    while True:  # in windows: each search would else run to the end of a word of megabytes
-        end = at + 4 * LONGEST
-        match = CLASS_WORD.search(classes, at, end)
-        cut = match and min(match.end(), match.start() + LONGEST)
-        if end < len(classes) and not (match and SETTLED.match(classes, cut, end)):
-            match = CLASS_WORD.search(classes, at)
-        if not match:
-            return words
-        at = min(match.end(), match.start() + LONGEST)
-        words.append(text[match.start() : at])
-
-
-_porter, _snowball = Stemmer.Stemmer("porter").stemWord, Stemmer.Stemmer("english").stemWords
-_stemming = threading.Lock()  # PyStemmer's objects are not safe among threads
-MEASURED = re.compile("[aeiou][^aeiou]|(?:[^aeiouy]|^y)y[^aeiou]")  # a vowel before a consonant
-# A word with a doubled consonant that PyStemmer's "porter" leaves, and the part of it that stays.
-DOUBLED = re.compile(
-    r"(.*(?:([^abdefgilmnoprstuyz])(?=\2)|(?:[^aeiouy]y|[aeiou]yy|^yy)(?:yy)*(?=y))).(?:ing|ed)s?"
-)
-
-
-def porter(word: str) -> str:
-    """The stem of a lower-case word by Porter's algorithm as his own programs (and Lucene) have it.
-
-    M. F. Porter, An algorithm for suffix stripping, Program 14(3), 1980. His programs, and not
-    PyStemmer's "porter", leave words of one and two letters, make -bli -ble and -logi -log, and
-    undouble any consonant but l, s and z before -ed and -ing.
-    """
-    if len(word) <= 2:
-        return word
-    doubled = DOUBLED.fullmatch(word)
-    if doubled and MEASURED.search(doubled[1] + doubled[1][-1]):
-        return porter(doubled[1])
-    stem = _porter(word)
-    for old, new in (("bli", "ble"), ("logi", "log")):
-        before = stem.removesuffix(old)
-        # the word's ending, from i or y on, is one that step 1 takes off
-        ending = re.fullmatch("[iy](es|(ed|ing)?s?)", word[len(stem) - 1 :])
-        if before != stem and ending and MEASURED.search(before):
-            return _porter(before + new)
-    return stem
-
-
-class LuceneEnglish:
-    """Lucene's and Anserini's English analysis.
-
-    Words less 's, in lower case, less stop words, Porter's stems.
-    """
-
-    name = "lucene"
-
-    def __init__(self):
-        self._term = lru_cache(1 << 19)(self._analyse)
-
-    @staticmethod
-    def _analyse(word: str) -> str:
-        """The term of a word; empty for a stop word."""
-        if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
-            word = word[:-2]
-        # by character, as Java does: no final sigma, and a dotted capital I becomes i alone
-        lower = ("i" if c == "\u0130" else c.lower() for c in word)
-        word = word.lower() if word.isascii() else "".join(lower)
-        if word in STOP_WORDS:
-            return ""
-        with _stemming:
-            return porter(word)
-
-    def __call__(self, text: str) -> list[str]:
-        return [term for term in map(self._term, standard_words(text)) if term]
-
-    @staticmethod
-    def lengths(lengths: np.ndarray) -> np.ndarray:
-        """(M,) passage lengths as Lucene keeps them in one byte (SmallFloat); exact below 40."""
-        above = np.maximum(lengths - 24, 1)
-        shift = np.maximum(np.frexp(above)[1] - 4, 0)  # of the four bits that are kept
-        return np.where(lengths < 24, lengths, 24 + (lengths - 24 >> shift << shift))
-
-
-class SnowballEnglish:
-    """Words of two and more characters in lower case, less stop words, Snowball's stems.
-
-    As bm25s and PyStemmer do it, with exact lengths. For results that were measured with it.
-    """
-
-    name = "snowball"
-
-    def __call__(self, text: str) -> list[str]:
-        words = [w for w in re.findall(r"\b\w\w+\b", text.lower()) if w not in STOP_WORDS]
-        with _stemming:
-            return _snowball(words)
-
-    @staticmethod
-    def lengths(lengths: np.ndarray) -> np.ndarray:
-        return lengths
-
-
-@lru_cache
-def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
-    """The analysis of that name, one object for passages and queries."""
-    for kind in (LuceneEnglish, SnowballEnglish):
-        if kind.name == name:
-            return kind()
-    raise RetrieverError(
-        f"analyzer is {name!r}; it must be lucene (as Lucene and Anserini do it) or snowball (as "
-        "bm25s and PyStemmer do it)"
-    )
-
-
-# ------------------------------------------------------------------------------------ building
-
 FORMAT = "bm25-3"
 SHARD = 1 << 17  # passages counted together: about 300 MB of working memory at 100 words each
 BLOCK = 1 << 24  # postings merged together
@@ -276,7 +53,7 @@ ARRAYS = ("words", "start", "passages", "codes", "pairs")  # of an index and of 
 
 
 def word_key(word: str) -> int:
-    """A word's 64-bit key: two of 100 million words share one with a probability of 3e-4."""
+    """64 bits for a word: two of 100 million words share them with a probability of 3e-4."""
     digest = blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -286,10 +63,10 @@ def count(
 ) -> tuple[int, int]:
     """Write the postings of one shard to `folder` → (its words, its passages with a word).
 
-    The shard is `number` passages from `start` of a file on, or a list; `first` is the number of the
-    first one. Its arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's postings are
+    corpus, start, number: as `passages_at` takes them; first: number of the first passage
+    Arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's postings are
     start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes (P,) which pair;
-    pairs (C,) int64 word count << 32 | passage length. So k1 and b stay free.
+    pairs (C,) int64 word count << 32 | passage length. No score is stored: k1 and b stay free.
     """
     analyse, seen = make_analyzer(analyzer), {}
     words, lengths = [], np.zeros(number, dtype=np.int64)
@@ -396,8 +173,7 @@ def build_postings(
 class BM25Retriever(CutCounter):
     """BM25: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b length/mean)).
 
-    A word that stands n times in the query counts n times; a score of 0 is no hit, in lists and in
-    ranks. k1, b, query_words and workers may be changed at any time. Safe to call from threads.
+    A score of 0 is no hit. k1, b, query_words, workers may change at any time. Safe among threads.
     """
 
     def __init__(
@@ -409,11 +185,7 @@ class BM25Retriever(CutCounter):
         analyzer: str = "lucene",
         workers: int = 1,
     ):
-        """Index a corpus for this process alone.
-
-        query_words: words (split at blanks) used of a query; None: all
-        workers: threads that share the queries of one call
-        """
+        """Index a corpus for this process alone. workers: threads that share a call's queries"""
         super().__init__()
         self.k1, self.b, self.query_words, self.workers = k1, b, query_words, workers
         self._analyse, self._local = make_analyzer(analyzer), threading.local()
@@ -494,10 +266,9 @@ class BM25Retriever(CutCounter):
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """The passages that can be among the k best or score `floor`, and their float32 scores.
 
-        None once `enough` passages are known to score `floor`. Lists are read from the rarest word
-        on. As soon as the words that are left can't lift a passage without any of the words so far
-        to the k-th best score (or the floor), only passages found so far stay in question, and are
-        looked up in the lists of the frequent words (Turtle and Flood's MaxScore).
+        None once `enough` passages are known to score `floor`. Turtle and Flood's MaxScore: lists
+        are read from the rarest word on; once the words left can't lift a new passage to the k-th
+        best score (or the floor), passages found so far are looked up in the frequent words' lists.
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
@@ -537,7 +308,6 @@ class BM25Retriever(CutCounter):
                 totals[passages] = 0
 
     def _best(self, query: str, k: int, divisors: np.ndarray) -> Hits:
-        """The k best passages of one query."""
         rows, scores = self._candidates(self._lists(query, divisors), k)
         if len(rows) > k:
             kept = scores >= np.partition(scores, -k)[-k]
@@ -549,7 +319,7 @@ class BM25Retriever(CutCounter):
     def _rank(
         self, query: str, golds: Sequence[int], cutoff: int, divisors: np.ndarray
     ) -> int | None:
-        """The rank of the best of the passages `golds` for one query."""
+        """The rank of the best of the passages `golds`."""
         lists, golds = self._lists(query, divisors), np.unique(np.array(golds, dtype=np.int32))
         own = np.zeros(len(golds))
         for _, passages, codes, gains in lists:

@@ -1,7 +1,6 @@
 """A dense index: built on disk so that a killed build goes on, opened memory-mapped, and searched.
 
-An index folder holds fp16 shards `shard-00000.npy` …, the ids and meta.json. How texts become vectors
-is given: a tokenizer and a function from token ids to vectors.
+How texts become vectors is given: a tokenizer and a function from token ids to vectors.
 
 Shapes: M passages, Q queries, D embedding size, B texts, T tokens of a row of texts.
 """
@@ -24,9 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from distributed import gather_objects, on_rank_0
 from runs import Progress, atomic_write, only_writer
@@ -68,11 +65,11 @@ class Index:
     shards: list[np.ndarray]
     meta: dict = field(default_factory=dict)
     folder: str = "(in memory)"
-    encoded: int = 0  # passages that the call which returned this encoded itself
+    encoded: int = 0  # passages that `build_index` encoded now
 
     @property
     def cut_passages(self) -> int:
-        """Passages that were longer than the encoder reads."""
+        """Passages longer than the encoder reads."""
         return sum(entry["truncated"] for entry in self.meta.get("shards", []))
 
 
@@ -90,14 +87,14 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
 
 
 def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
-    """What of an encoder an index and its queries must share: all but the length of queries."""
+    """What an index and its queries must share: all of an encoder but the length of queries."""
     settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
     dim = {"dim": model.config.hidden_size}
     return dim | settings | {"fingerprint": fingerprint(model, tokenizer)}
 
 
 def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
-    """RetrieverError where another encoder, or another setting of it, built the index."""
+    """RetrieverError where the index was built with another encoder or setting."""
     name = index.meta.get("encoder") or "unnamed"
     way_out = f"Open it with the encoder that built it ({name}), or build another index."
     check_same(index.folder, index.meta, encoder_identity(model, tokenizer, encoder), way_out)
@@ -121,9 +118,8 @@ def build_shards(
     identity: `encoder_identity` of what encodes
     encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), texts that were cut)
 
-    A shard appears whole or not at all, with an entry beside it that moves to meta.json when all
-    shards are there: a build that goes on makes those that are missing or damaged. In a process group
-    each rank makes its share. RetrieverError: the folder holds another index.
+    A shard appears whole or not at all, with an entry beside it that moves to meta.json at the end;
+    what is missing or damaged is made. In a process group each rank makes its share.
     """
     check_k(shard_size, "shard_size")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -148,15 +144,20 @@ def build_shards(
         missing = {n: spans[n] for n in mine if not _is_sound(folder, n, spans[n], meta)}
         encoded = sum(map(len, missing.values()))
         if missing:
-            _check_space(folder, encoded * identity["dim"] * 2)
+            needed, free = encoded * identity["dim"] * 2 / 1e9, shutil.disk_usage(folder).free / 1e9
+            if free < needed:
+                raise RetrieverError(
+                    f"the index at {folder} needs another {needed:,.1f} GB, its disk has "
+                    f"{free:,.1f} GB free; make room, or choose another folder"
+                )
             parts = starts, tokenizer, encoder.passage_prefix, workers
             tokens = _tokens(corpus, list(missing.values()), *parts)
             with contextlib.closing(tokens):
-                _encode_shards(folder, missing, tokens, encode, identity["dim"])
+                _encode_shards(folder, missing, tokens, encode)
         if world > 1:
             encoded = sum(gather_objects(encoded))
         on_rank_0(_finish, folder, meta, len(spans), encoded)
-    return encoded
+        return encoded
 
 
 def _tokens(
@@ -182,54 +183,44 @@ def _tokens(
 
 
 def _encode_shards(
-    folder: Path,
-    missing: dict[int, range],
-    tokens: Iterator[list[np.ndarray]],
-    encode: Encode,
-    dim: int,
+    folder: Path, missing: dict[int, range], tokens: Iterator[list[np.ndarray]], encode: Encode
 ) -> None:
-    """Encode shards (number → passages) window by window.
-
-    A thread copies a window from the device and writes a shard, while the next window is encoded.
-    """
+    """Encode shards (number → passages) window by window, while a thread keeps the last window."""
     bar, kept = Progress(sum(map(len, missing.values())), f"index {folder}"), None
-    with ThreadPoolExecutor(1) as writer:
+    with ThreadPoolExecutor(1) as keeper:
         for number, span in missing.items():
-            vectors, cut = np.empty((len(span), dim), dtype=np.float16), 0
-            for first in range(0, len(span), WINDOW):
-                rows, window = span[first : first + WINDOW], []
-                while len(window) < len(rows):
-                    window += next(tokens)
-                part, more = encode(window, bar.update)
+            shard, cut = [], 0
+            for start in range(0, len(span), WINDOW):
+                rows, texts = span[start : start + WINDOW], []
+                while len(texts) < len(rows):
+                    texts += next(tokens)
+                vectors, more = encode(texts, bar.update)
                 cut += more
                 if kept is not None:
                     kept.result()
-                kept = writer.submit(_keep, folder, number, rows, part, vectors, first, cut)
+                last = cut if rows.stop == span.stop else None
+                kept = keeper.submit(_keep, folder, number, shard, rows, vectors, last)
         kept.result()
     bar.close()
 
 
 def _keep(
-    folder: Path, number: int, rows: range, part: Tensor, vectors: np.ndarray, at: int, cut: int
+    folder: Path, number: int, shard: list, rows: range, vectors: Tensor, cut: int | None
 ) -> None:
-    """Copy the vectors of the passages `rows` to vectors[at:]; with the last ones, write the shard.
-
-    part: (len(rows), D) fp16; a number too large for fp16 is infinite there
-    """
-    finite = torch.isfinite(part).all(1)
+    """Add the vectors (len(rows), D) fp16 of passages to a shard; given `cut`, write it."""
+    finite = torch.isfinite(vectors).all(1)  # a number too large for fp16 is infinite there
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
         raise RetrieverError(
             f"the vector of passage {StoredIds(folder)[rows[bad[0]]]!r} is not finite in fp16 "
-            f"({len(bad)} such among {len(rows)}) and can't be ranked; look at that passage, or "
-            "use another encoder"
+            f"({len(bad)} such of {len(rows)}); look at that passage, or use another encoder"
         )
-    vectors[at : at + len(rows)] = part.cpu().numpy()
-    if at + len(rows) == len(vectors):
-        path = folder / f"shard-{number:05d}.npy"
+    shard.append(vectors.cpu().numpy())
+    if cut is not None:
+        path, array = folder / f"shard-{number:05d}.npy", np.concatenate(shard)
         with atomic_write(str(path), "wb") as f:
-            np.save(f, vectors)
-        entry = {"file": path.name, "rows": len(vectors), "truncated": cut}
+            np.save(f, array)
+        entry = {"file": path.name, "rows": len(array), "truncated": cut}
         entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         with atomic_write(str(path.with_suffix(".json"))) as f:
             json.dump(entry, f)
@@ -237,15 +228,6 @@ def _keep(
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RetrieverError(
-            f"the index at {folder} needs another {needed / 1e9:,.1f} GB, but its disk has "
-            f"{free / 1e9:,.1f} GB free; make room, or choose a folder on another disk"
-        )
 
 
 def _entry(folder: Path, number: int, meta: dict) -> dict | None:
@@ -272,8 +254,8 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
     entries = [_entry(folder, n, meta) for n in range(shards)]
     if not all(entries):
         raise RetrieverError(
-            f"the index at {folder} lacks {entries.count(None)} of its {shards} shards: all ranks "
-            "must see one folder, on a file system that they share. Run the command again."
+            f"the index at {folder} lacks {entries.count(None)} of its {shards} shards; give all "
+            "ranks one folder, on a file system that they share"
         )
     if encoded or not meta["complete"]:
         write_meta(folder, meta | {"complete": True, "shards": entries})
@@ -285,9 +267,8 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
 
 
 def open_shards(folder: Path, verify: bool = False) -> Index:
-    """Open a finished index, memory-mapped.
+    """Open a finished index, memory-mapped; `verify` compares every shard with its checksum.
 
-    Sizes and shapes of all files are looked at; `verify` compares every shard with its checksum.
     RetrieverError: no index, an unfinished or a damaged one.
     """
     meta = read_meta(folder)
@@ -323,10 +304,9 @@ class VectorRetriever(CutCounter):
 
     `encode_queries` is the subclass's: (Q, D) float32 on the CPU, and which queries were cut.
 
-    Exact, on `device`. With `across`, in a process group, every rank holds its share of the shards;
-    `search` and `gold_ranks` are then collectives: all ranks call them at the same time, each with
-    its own queries (none at all is fine), and get their own answers from all passages. With `faiss`
-    by that index: what it does not find has no rank.
+    Exact, on `device`; with `faiss` by that index: what it does not find has no rank. With `across`
+    every rank of a process group holds its share of the shards; `search` and `gold_ranks` are then
+    collectives, to which each rank comes with its own queries, or none.
     """
 
     def __init__(
@@ -339,7 +319,7 @@ class VectorRetriever(CutCounter):
         super().__init__()
         self.index, self.passage_ids, self.device = index, index.ids, device
         self.across, self.faiss, self.cut_passages = across, faiss, index.cut_passages
-        self.first, self.group, shards = 0, None, index.shards  # first: passage held here
+        self.first, self.group, shards = 0, None, index.shards  # first passage held here
         if across:
             self.group = dist.new_group(backend="gloo")  # its own: a trainer may search in a thread
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -349,7 +329,7 @@ class VectorRetriever(CutCounter):
 
     @cached_property
     def _order(self) -> Tensor:
-        """(M,) the place of each id in ascending order, on the device of the scores."""
+        """(M,) the place of each id in ascending order."""
         return torch.from_numpy(self.passage_ids.order).to(self.device)
 
     def _gathered(self, part: Any) -> list:
@@ -361,14 +341,14 @@ class VectorRetriever(CutCounter):
         return parts
 
     def _of_all_ranks(self, vectors: Tensor, golds: list) -> tuple[Tensor, list, slice]:
-        """Query vectors (Q, D) and golds of all ranks, and where this rank's part of them lies."""
+        """Query vectors (Q, D) and golds of all ranks, and where this rank's own lie."""
         parts = self._gathered((vectors, golds))
         before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.across else 0
         joined = torch.cat([part for part, _ in parts]).to(self.device)
         return joined, sum((part for _, part in parts), []), slice(before, before + len(vectors))
 
     def _exact_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
-        """The best k passages for (Q, D) vectors among those of all ranks; None on NaN."""
+        """The best k passages of all ranks for (Q, D) vectors; None on NaN."""
         order = self._order[self.first : self.first + sum(map(len, self.shards))]
         found = scores, rows, failed = exact_search(vectors, self.shards, k, order)
         if self.across:
@@ -383,7 +363,7 @@ class VectorRetriever(CutCounter):
         ]
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
-        """The best k passages that FAISS finds for (Q, D) vectors; None where they aren't finite."""
+        """The best k passages that FAISS finds for (Q, D) vectors; None on NaN."""
         out: list[Hits | None] = []
         for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
             pairs = zip(rows.tolist(), scores.tolist())
@@ -393,7 +373,7 @@ class VectorRetriever(CutCounter):
         return out
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """The lists of `search`, None for a query of which a score is NaN; which queries were cut."""
+        """The lists of `search`, None on NaN, and which queries were cut."""
         vectors, cut = self.encode_queries(queries)
         if self.faiss is not None:
             return self._faiss_hits(vectors, k) if queries else [], cut
@@ -441,96 +421,3 @@ def faiss_source(index: Index) -> dict:
     """What of a dense index a FAISS index of it depends on."""
     keys = ("count", "dim", "corpus", "fingerprint", "pooling", "normalise")
     return {key: index.meta[key] for key in (*keys, "passage_prefix", "passage_length")}
-
-
-# ----------------------------------------------------------------------- texts without padding
-
-
-PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # take positions and pass keywords on
-
-
-def can_pack(model: nn.Module) -> bool:
-    """Can texts go through a model without padding: on CUDA, in a family that can."""
-    family = model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
-    return family and next(model.parameters()).is_cuda
-
-
-def _packed_attention(
-    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **_
-) -> tuple[Tensor, None]:
-    """Attention of packed texts, (1, H, T, d) each → (1, T, H, d); every text sees itself alone."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, d)
-    texts = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    return varlen_attn(query, key, value, *texts, scale=scaling)[None], None
-
-
-class PackedModel:
-    """A model that reads texts one behind the other in a row of tokens, without padding.
-
-    With `compiled` every row is filled up to one shape, and the layers are compiled once.
-    """
-
-    def __init__(self, model: nn.Module, batch_tokens: int, longest: int, compiled: bool = False):
-        """batch_tokens: tokens of a row; longest: of a text"""
-        from transformers import AttentionInterface
-
-        AttentionInterface.register("packed_texts", _packed_attention)
-        self.model, self.core = model, getattr(model, "roberta", model)  # ANCE has a head beside it
-        bert = model.config.model_type == "bert"  # the others begin behind the padding's position
-        self.first_position = 0 if bert else model.config.pad_token_id + 1
-        limit = model.config.max_position_embeddings - self.first_position
-        self.longest, self.compiled = min(longest, limit), compiled
-        self.row = max(batch_tokens, self.longest)
-        self.texts = max(self.row // 64, 1)  # of a row at most: attention pays for every place
-        if compiled:  # layer by layer, in seconds; the model as a whole takes minutes
-            for layer in self.core.encoder.layer:
-                layer.forward = torch.compile(layer.forward, dynamic=False)
-
-    def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
-        """Runs of texts that fill a row, in order."""
-        start = total = 0
-        for i, length in enumerate(lengths):
-            if total + length > self.row or i - start == self.texts:
-                yield slice(start, i)
-                start, total = i, 0
-            total += length
-        if start < len(lengths):
-            yield slice(start, len(lengths))
-
-    def states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-        """(T,) ids and positions, (S + 1,) first tokens of S texts and the end → (T, D) states."""
-        config = self.core.config
-        tokens = {"input_ids": input_ids, "position_ids": positions}
-        tokens["token_type_ids"] = torch.zeros_like(input_ids)
-        texts = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-        texts |= {"max_length_q": self.longest, "max_length_k": self.longest}
-        usual, config._attn_implementation = config._attn_implementation, "packed_texts"
-        try:
-            out = self.core(**{name: x[None] for name, x in tokens.items()}, **texts)
-        finally:
-            config._attn_implementation = usual
-        return out.last_hidden_state[0]
-
-    def vectors(self, tokens: list[np.ndarray], encoder: Any) -> Tensor:
-        """(B, D) float32 vectors of B texts that fill a row, on the device, not waited for."""
-        device = next(self.model.parameters()).device
-        lengths = np.array([len(t) for t in tokens])
-        ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)
-        positions = np.arange(len(flat)) - np.repeat(ends - lengths, lengths) + self.first_position
-        starts = np.concatenate([[0], ends]).astype(np.int32)
-        if self.compiled:  # what is filled up belongs to no text
-            fill = (0, self.row - len(flat))
-            flat, positions = (np.pad(x, fill, constant_values=x[0]) for x in (flat, positions))
-            starts = np.pad(starts, (0, self.texts + 1 - len(starts)), mode="edge")
-        arrays = [torch.from_numpy(x) for x in (flat, positions, starts, ends - lengths, lengths)]
-        if device.type == "cuda":
-            arrays = [x.pin_memory().to(device, non_blocking=True) for x in arrays]
-        flat, positions, starts, first, lengths = arrays
-        hidden = self.states(flat, positions, starts)
-        if encoder.pooling == "mean":
-            hidden = hidden[: int(ends[-1])].float()
-            out = torch.segment_reduce(hidden, "mean", axis=0, unsafe=True, lengths=lengths)
-        else:
-            first = hidden[first]
-            out = (self.model.head(first) if encoder.pooling == "ance" else first).float()
-        return F.normalize(out, dim=-1) if encoder.normalise else out

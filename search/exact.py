@@ -1,10 +1,10 @@
-"""Exact inner products over the shards of an index: the best passages of a query, and its gold's rank.
+"""Exact inner products over an index: the best passages of a query, and the rank of its gold.
 
-Shards are fp16, in memory or memory-mapped. A CPU multiplies in float32, a GPU fp16 summed in float32,
-one block of passages at a time: memory does not grow with the index. The order and the rule of ranks
-are those of docs/retrieval.md; a rank needs no list: product, comparison, count.
+Shards are fp16, in memory or memory-mapped. A CPU multiplies in float32, a GPU in fp16 summed in
+float32, one block of passages at a time. A rank needs no list: product, comparison, count.
 
-Shapes: Q queries, M passages, m of a block, D embedding size, K list length, P pairs of query and gold.
+Shapes: Q queries, M passages, m of a block, D embedding size, K list length, P pairs of a query and
+one of its golds.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _check_size(queries: Tensor, shards: Sequence) -> None:
 def best_of(
     found: Sequence[tuple[Tensor, Tensor, Tensor]], order: Tensor, n: int, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k best of hits given as (query, score, passage number), each (H,) → (n, k) scores, numbers.
+    """The k best of hits: (query, score, passage number), each (H,) → (n, k) scores and numbers.
 
     Best first, ties by order (M,), the place of each id; -inf and 0 where a query has fewer hits.
     """
@@ -215,12 +215,12 @@ def exact_gold_ranks(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> list:
-    """Rank of the best gold of every query among all M passages; None beyond `cutoff`, FAILED on NaN.
+    """Rank of every query's best gold among all passages; None beyond `cutoff`, FAILED on NaN.
 
     queries: (Q, D) float32; shards: as in `exact_search`, on a GPU as `place` gave them
     golds: Q non-empty lists of passage numbers
-    With a `group` this is a collective: `shards` are the passages from number `first` on, other ranks
-    hold the others, queries and golds are the same everywhere.
+    With a `group` this is a collective: `shards` are the passages from number `first` on, other
+    ranks hold the others, queries and golds are the same everywhere.
     """
 
     def over_ranks(values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:

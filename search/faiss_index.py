@@ -67,8 +67,8 @@ def build_faiss(
     """Build an index of the vectors of `shards`; the vectors added now, 0 where it stood there.
 
     source: what of the dense index must be the same when this one is opened
-    nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph (None:
-    128) of a search that is not told otherwise
+    nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph
+    (None: 128) of a search that is not told otherwise
     """
     search = _settings(32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search)
     folder, settings = Path(folder), {"format": "faiss-1", "factory": factory, **source}

@@ -59,8 +59,8 @@ def rrf(
 class HybridRetriever(CutCounter):
     """Reciprocal rank fusion of the first `depth` places of a dense retriever and of BM25.
 
-    In `gold_ranks` a gold's place on either side is 1 + the other passages of the list that score at
-    least as high (other golds left out), and fused ties count against it; in neither list: None.
+    In `gold_ranks` a gold's place on either side is 1 + the other passages of the list that score
+    at least as high, and fused ties count against it; golds of the query do not.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """The rank of a gold passage on a Hopper GPU: one kernel that multiplies, compares and counts.
 
-The scores of a tile of 128 queries and 256 passages stay in the registers of the tensor cores, are
-compared there with the score of each query's gold, and only counts are written. Query tiles run
-fastest, so a passage comes from memory once and from the L2 cache for all other tiles. The gold's own
-score comes out of the same code (`OWN`) in the same order of sums: rounding can't place it against
-itself. Needs Triton at import; exact.py imports it where there is a card that runs it.
+Scores of a tile of 128 queries and 256 passages stay in registers, are compared there with the
+score of each query's gold, and only counts are written. Query tiles run fastest, so a passage comes
+from memory once. The gold's own score comes out of the same code (`OWN`): rounding can't place it
+against itself. Needs Triton at import; exact.py imports it where there is a card that runs it.
 
 Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of its golds.
 """

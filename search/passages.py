@@ -1,9 +1,6 @@
-"""The passages of an index: ids on disk, one pass over a corpus, texts by id, and meta.json.
+"""The passages of an index: settings, ids on disk, one pass over a corpus, texts by id, meta.json.
 
-Needs numpy and no torch, so that a process which only reads and tokenises starts at once. Memory does
-not grow with the text of a corpus.
-
-Shapes: M passages.
+Needs no torch, so that a process which only reads and tokenises starts at once. Shapes: M passages.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class RetrieverConfig:
     kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
     """words (bm25), vectors (dense), both fused (hybrid), what a serve.py serves (remote)"""
     corpus: str = ""
-    """corpus file (JSONL or TSV) that an index is built from; bm25 needs no saved index then"""
+    """corpus file (JSONL or TSV) that an index is built from; all that bm25 needs"""
     index: str = ""
     """folder of saved indexes, with subfolders dense/ and bm25/"""
     encoder: str = ""
@@ -67,21 +64,21 @@ class RetrieverConfig:
     batch_tokens: Annotated[int, at_least(0)] = 0
     """tokens of one encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
     shard_size: Annotated[int, at_least(1)] = 65536
-    """passages of one index file; a killed build loses one or two of them on every rank"""
+    """passages of one index file; a killed build loses one or two files of every rank"""
     workers: Annotated[int, at_least(-1)] = -1
-    """processes of a rank that tokenise ahead; -1: its share of the cores with a GPU, else none"""
+    """processes of a rank that tokenise ahead; -1: a share of the cores with a GPU, else none"""
     across_ranks: bool = False
-    """dense, under torchrun: each rank holds its share of the vectors, all ranks search together"""
+    """dense, under torchrun: each rank holds its share of the vectors, all search together"""
     verify: bool = False
-    """compare the checksums of an index, and the corpus with what was indexed; reads all"""
+    """compare an index with its checksums, and the corpus with what was indexed"""
     faiss: str = ""
-    """factory string of a FAISS index beside the exact one (SQfp16, HNSW32, …); empty: exact"""
+    """factory string of a FAISS index beside the exact one, such as HNSW32; empty: exact search"""
     nprobe: Annotated[int | None, at_least(1)] = None
     """FAISS: lists of an IVF index that a search looks at; unset: as saved, 32 when it is built"""
     ef_search: Annotated[int | None, at_least(1)] = None
     """FAISS: width of the front in an HNSW graph; unset: as saved, 128 when it is built"""
     device: str = "auto"
-    """where the encoder runs and the product is taken; auto: cuda where there is one, else cpu"""
+    """where the encoder runs and vectors are compared; auto: cuda where there is one, else cpu"""
     k1: Annotated[float, at_least(0)] = 0.9
     """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
     b: Annotated[float, between(0, 1)] = 0.4
@@ -89,7 +86,7 @@ class RetrieverConfig:
     query_words: Annotated[int | None, at_least(1)] = None
     """BM25: words of a query that are used; unset: all"""
     analyzer: Literal["lucene", "snowball"] = "lucene"
-    """BM25: as Lucene and Anserini, to the bit; or as bm25s with PyStemmer's English (snowball)"""
+    """BM25: as Lucene and Anserini, to the bit; or as bm25s with PyStemmer (snowball)"""
     bm25_workers: Annotated[int, at_least(1)] = 1
     """BM25: processes that build an index, threads that share the queries of one batch"""
     depth: Annotated[int, at_least(1)] = 100
@@ -103,7 +100,7 @@ class RetrieverConfig:
     timeout: Annotated[float, above(0)] = 120.0
     """remote: seconds for the answer to one request"""
     retries: Annotated[int, at_least(0)] = 8
-    """remote: further tries of a request, after 1, 2, 4, … 30 s: 8 bridge a restart of two minutes"""
+    """remote: further tries of a request, after 1, 2, 4, … 30 s: 8 bridge about two minutes"""
     request_queries: Annotated[int, at_least(1)] = 128
     """remote: queries of one request"""
 
@@ -129,10 +126,9 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
     if not (corpus and cfg.index):
         return
     size, now = corpus_bytes(corpus)["corpus_bytes"], ""
-    for kind in ("dense", "bm25"):
-        folder = Path(cfg.index, kind)
-        meta = (cfg.kind in (kind, "hybrid") and read_meta(folder)) or {}
-        if "corpus" in meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
+    for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
+        meta = read_meta(folder := Path(cfg.index, kind))
+        if meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
             now = now or survey(corpus)[1]
             if now != meta["corpus"]:
                 raise RetrieverError(
@@ -142,9 +138,9 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
 
 
 def mapped(path: Path, mode: str = "r") -> np.ndarray:
-    """An .npy file, memory-mapped; ValueError that names it where it is empty or damaged."""
+    """An .npy file, memory-mapped; ValueError names it where it is damaged."""
     try:
-        return np.load(path, mmap_mode=mode).view(np.ndarray)  # np.memmap's own slices are slow
+        return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
     except (EOFError, ValueError) as e:
         raise ValueError(f"{path}: {e}") from e
 
@@ -181,7 +177,7 @@ class PassageIds:
         if row is None:
             raise RetrieverError(
                 f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index "
-                "the corpus that the gold ids come from, or correct the id"
+                "the corpus that it comes from, or correct the id"
             )
         return row
 
@@ -217,9 +213,7 @@ class StoredIds(PassageIds):
         return self._text[self._start[i] : self._start[i + 1] - 1]
 
     def __getitem__(self, i: int) -> str:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"passage {i} of {len(self)}")
-        return self._bytes(i % len(self)).decode()
+        return self._bytes(range(len(self))[i]).decode()
 
     def _find(self, id_: object) -> int | None:
         if not isinstance(id_, str):
@@ -236,20 +230,17 @@ def _no_passages(corpus: Corpus) -> RetrieverError:
 
 
 def _repeated(id_: str, corpus: Corpus) -> RetrieverError:
-    """The error for an id that occurs twice; reads a corpus file again for the two lines."""
+    """Names the lines of an id that a corpus file has twice."""
     problem = f"passage id {id_!r} occurs more than once"
     if is_file(corpus):
         lines = (n for n, _, p in located_passages(os.fspath(corpus)) if p.id == id_)
         first, second = islice(lines, 2)
         problem = f"{corpus}:{second}: {problem} (first in line {first})"
-    return RetrieverError(f"{problem}; ids must be unique: rename or drop one")
+    return RetrieverError(f"{problem}; ids must be unique: rename one")
 
 
 def write_ids(folder: Path, ids: Iterable[str], corpus: Corpus = ()) -> int:
-    """Write the ids of an index for `StoredIds` and return their number.
-
-    RetrieverError, with the line in `corpus`: no id, or one that occurs twice.
-    """
+    """Write the ids of an index; their number. RetrieverError: none, or one that occurs twice."""
     start = array("q", [0])
     with atomic_write(str(folder / "ids.txt"), "wb") as f:
         for id_ in ids:
@@ -280,7 +271,7 @@ def write_ids(folder: Path, ids: Iterable[str], corpus: Corpus = ()) -> int:
     return count
 
 
-# ---------------------------------------------------------------------------- what a call holds
+# --------------------------------------------------------------------------------------- calls
 
 
 class CutCounter:
@@ -297,9 +288,7 @@ class CutCounter:
 def check_queries(queries: Iterable[str]) -> list[str]:
     """The queries as a list, lone surrogates replaced: tokenizers and JSON don't take them."""
     if isinstance(queries, str):  # each of its characters would be searched
-        raise RetrieverError(
-            f"queries is the text {queries[:60]!r}; give a list of queries, [{queries[:60]!r}]"
-        )
+        raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries")
     queries = list(queries)
     for i, query in enumerate(queries):
         if not isinstance(query, str):
@@ -317,8 +306,8 @@ def without_nan(queries: list[str], hits: list[Hits | None]) -> list[Hits]:
     if None in hits:
         i = hits.index(None)
         raise RetrieverError(
-            f"query {i} ({queries[i][:60]!r}) has a NaN score, so no order; look at the encoder's "
-            "weights and at the index"
+            f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights and "
+            "at the index"
         )
     return hits
 
@@ -328,7 +317,7 @@ def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) 
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
         raise RetrieverError(
-            f"{len(queries)} queries but {len(golds)} lists of gold ids: give one list a query"
+            f"{len(queries)} queries, {len(golds)} lists of gold ids: give as many"
         )
     return golds
 
@@ -360,8 +349,7 @@ def survey(
 ) -> tuple[int, str, dict[int, tuple[int, int]]]:
     """One pass over a corpus that writes its ids into `folder`, unless an index has them there.
 
-    → number of passages, sha256 over ids and contents, and of a file {i: (line, byte) of passage i}
-    for every i for which `begins(i)`
+    → number of passages; sha256 over ids and contents; {i: (line, byte) in the file, if begins(i)}
     """
     starts, digest, count = {}, hashlib.sha256(), 0
     rows = located_passages(os.fspath(corpus)) if is_file(corpus) else ((0, 0, p) for p in corpus)
@@ -371,8 +359,7 @@ def survey(
         for line, byte, passage in rows:
             if passage.id.split() != [passage.id]:  # in memory; a reader has looked at a file's
                 raise RetrieverError(
-                    f"passage id {passage.id!r} must be non-empty and free of blanks: it becomes a "
-                    "column of TREC files. Rename it."
+                    f"passage id {passage.id!r} must be free of blanks (a column of TREC files)"
                 )
             if line and begins(count):
                 starts[count] = line, byte
@@ -399,7 +386,7 @@ def passages_at(corpus: Corpus, start: tuple[int, int] | None, count: int) -> It
 
 
 def corpus_bytes(corpus: Corpus) -> dict:
-    """{"corpus_bytes": size} of a corpus file, for meta.json; {} for passages in memory."""
+    """{"corpus_bytes": size} of a corpus file; {} for passages in memory."""
     if not is_file(corpus):
         return {}
     try:
@@ -422,8 +409,7 @@ class Texts:
                 self.offsets.append(byte)
         if len(self.offsets) != len(ids):
             raise DataError(
-                f"{path}: {len(self.offsets):,} passages, but the index has {len(ids):,}; give the "
-                "file that it was built from"
+                f"{path} has {len(self.offsets):,} passages, the index {len(ids):,}; give its file"
             )
         for i in range(0, len(ids), max(len(ids) // 100, 1)):
             self.document(ids[i])
@@ -435,8 +421,7 @@ class Texts:
         passage = next((p for _, _, p in rows), None)
         if (found := passage and passage.id) != id_:
             raise DataError(
-                f"{self.path}: {found!r} stands where the index has {id_!r}; give the file that it "
-                "was built from"
+                f"{self.path}: {found!r} stands where the index has {id_!r}; give its file"
             )
         title = f'"{passage.title}"\n' if passage.title else ""
         return {"id": id_, "contents": title + passage.text}
@@ -450,10 +435,9 @@ def in_processes(
 ) -> Iterator:
     """`call(*task)` of every task, in order, by processes that work ahead by so many tasks each.
 
-    start: function and arguments that each process begins with. They are forked from a server that
-    imported the caller's modules once and never touches a GPU.
+    start: function and arguments that each process begins with
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")  # which never touches a GPU
     with ProcessPoolExecutor(workers, context, *start) as pool:
         waiting: deque = deque()
         try:
@@ -464,10 +448,10 @@ def in_processes(
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as e:
-            raise RuntimeError(
-                "a worker process ended without an answer; if it was killed for want of memory, "
-                "use fewer workers"
-            ) from e
+            problem = (
+                "a worker process ended without an answer; if it lacked memory, use fewer workers"
+            )
+            raise RuntimeError(problem) from e
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -486,7 +470,7 @@ def _start_worker(corpus: str, prefix: str, tokenizer_json: str) -> None:
 
 
 def _tokenise(start: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of `count` passages from a place in the file on, in a row, and their lengths."""
+    """Token ids of `count` passages in a row, and their lengths."""
     rows = passages_at(_worker["corpus"], start, count)
     texts = [_worker["prefix"] + passage.contents for passage in rows]
     tokens = [np.array(e.ids, np.int32) for e in _worker["tokenizer"].encode_batch_fast(texts)]
@@ -496,11 +480,7 @@ def _tokenise(start: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarra
 def tokens_of(
     corpus: str, tasks: Iterable[tuple], tokenizer_json: str, prefix: str, workers: int
 ) -> Iterator[list[np.ndarray]]:
-    """The token ids of every passage of every task, uncut, in order.
-
-    tasks: of each, its start in the corpus file and its number of passages
-    tokenizer_json: a tokenizer of the tokenizers library
-    """
+    """Uncut token ids of the passages of every task: (start in the file, number of passages)."""
     start = (_start_worker, (corpus, prefix, tokenizer_json))
     for flat, lengths in in_processes(_tokenise, tasks, workers, start=start):
         yield np.split(flat, np.cumsum(lengths)[:-1])
@@ -516,9 +496,7 @@ def read_meta(folder: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except ValueError as e:
-        raise RetrieverError(
-            f"{folder}/meta.json is not valid JSON ({e}); delete the folder and build again"
-        ) from e
+        raise RetrieverError(f"{folder}/meta.json is damaged ({e}); build the index again") from e
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -528,10 +506,10 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
-    """RetrieverError naming the first setting of an index on disk that is not the one asked for."""
+    """RetrieverError names the first setting of an index that is not the one asked for."""
     for key, value in want.items():
         if have.get(key) != value:
             raise RetrieverError(
                 f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is "
-                f"{value!r}; they must be equal. {way_out}"
+                f"{value!r}. {way_out}"
             )

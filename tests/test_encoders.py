@@ -43,7 +43,6 @@ from retriever import (
     mean_pool,
     truncate,
 )
-from search import dense_index
 from search.exact import exact_search
 from search.passages import RetrieverError
 
@@ -224,7 +223,7 @@ def test_packed_texts_have_the_vectors_of_padded_ones(tmp_path, kind, monkeypatc
             out[first:last] = ((q @ k.mT * scale).softmax(-1) @ v).transpose(0, 1)
         return out
 
-    monkeypatch.setattr(dense_index, "varlen_attn", attend)
+    monkeypatch.setattr("search.packed.varlen_attn", attend)
     (tiny_ance if kind == "ance" else tiny_encoder)(tmp_path)
     model, tokenizer, encoder = load_encoder(
         str(tmp_path), device="cpu", pooling=None if kind == "ance" else kind
