@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from config import run, save_config
 from distributed import cleanup, setup
@@ -170,16 +171,15 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
             )
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
-        modes = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
-        if modern := settings.get("pooling_mode"):  # sentence-transformers 5.4: a name, or several
-            modes = [modern] if isinstance(modern, str) else modern
-        known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
-        known |= {"mean": "mean", "cls": "first"}
-        if len(modes) != 1 or modes[0] not in known:
+        flags = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
+        modes = settings.get("pooling_mode") or flags  # since 5.4 a name, or several
+        modes = [modes] if isinstance(modes, str) else modes
+        known = {"mean": "mean", "cls": "first"}
+        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", modes[0])) if modes else None
+        if len(modes) != 1 or pooling is None:
             raise RetrieverError(
                 f"{name} pools by {modes}, which is not built here; give pooling=mean or first"
             )
-        pooling = known[modes[0]]
     if limits := _model_json(name, "sentence_bert_config.json"):
         most = limits.get("max_seq_length") or 512
         encoder = replace(encoder, query_length=min(512, most), passage_length=min(384, most))
@@ -317,12 +317,10 @@ class PaddedModel:
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
         """(B, D) float32 vectors of a batch of B texts, on the model's device."""
         device = next(self.model.parameters()).device
-        input_ids = torch.full((len(tokens), max(max(map(len, tokens)), 1)), self.pad)  # (B, L)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(tokens):
-            input_ids[row, : len(ids)] = torch.from_numpy(ids)
-            mask[row, : len(ids)] = 1  # by position, never by id
-        input_ids, mask = input_ids.to(device), mask.to(device)
+        texts = [torch.from_numpy(ids).long() for ids in tokens]
+        input_ids = pad_sequence(texts, True, self.pad).to(device)  # (B, L)
+        lengths = torch.tensor([len(ids) for ids in tokens], device=device)
+        mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
         if encoder.pooling == "ance":
             out = self.model(input_ids, mask).float()
         else:
@@ -602,7 +600,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """Rank a few sentences; with an index: also, whether this encoder built it."""
+    """Rank a few sentences; with an index: did this encoder build it?"""
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)

@@ -106,7 +106,7 @@ class RetrieverConfig:
 
 
 def retriever_settings(r: RetrieverConfig) -> dict:
-    """What of a retriever decides its ranks: not how fast it is or where it runs."""
+    """What of a retriever decides its ranks."""
     files = {"corpus": r.corpus, "encoder": r.encoder}
     for kind in ("bm25", "dense"):
         files[f"index {kind}"] = r.index and os.path.join(r.index, kind)
@@ -127,8 +127,8 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
         return
     size, now = corpus_bytes(corpus)["corpus_bytes"], ""
     for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
-        meta = read_meta(folder := Path(cfg.index, kind))
-        if meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
+        meta = read_meta(folder := Path(cfg.index, kind)) or {}
+        if "corpus" in meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
             now = now or survey(corpus)[1]
             if now != meta["corpus"]:
                 raise RetrieverError(
@@ -154,10 +154,8 @@ class PassageIds:
     def __init__(self, ids: Sequence[str]):
         self._ids = list(ids)
         self._position = {id_: i for i, id_ in enumerate(self._ids)}
-        if not self._ids:
-            raise _no_passages([])
         if len(self._position) < len(self._ids):
-            raise _repeated(next(p for i, p in enumerate(self._ids) if self._position[p] != i), [])
+            raise _repeated(next(p for i, p in enumerate(self._ids) if self._position[p] != i))
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -183,7 +181,7 @@ class PassageIds:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """(M,) integers: the place of each id in ascending order of ids, for ties."""
+        """(M,) integers: the place of each id in ascending order of ids."""
         place = np.empty(len(self), dtype=np.int64)
         place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
         return place
@@ -224,12 +222,7 @@ class StoredIds(PassageIds):
         return row if row is not None and self._bytes(row) == wanted else None
 
 
-def _no_passages(corpus: Corpus) -> RetrieverError:
-    name = corpus if is_file(corpus) else "the corpus"
-    return RetrieverError(f"{name} has no passages; an index needs at least one")
-
-
-def _repeated(id_: str, corpus: Corpus) -> RetrieverError:
+def _repeated(id_: str, corpus: Corpus = ()) -> RetrieverError:
     """Names the lines of an id that a corpus file has twice."""
     problem = f"passage id {id_!r} occurs more than once"
     if is_file(corpus):
@@ -248,7 +241,8 @@ def write_ids(folder: Path, ids: Iterable[str], corpus: Corpus = ()) -> int:
     count, dtype = len(start) - 1, np.int32 if len(start) < 1 << 31 else np.int64
     if count == 0:
         os.remove(folder / "ids.txt")
-        raise _no_passages(corpus)
+        name = corpus if is_file(corpus) else "the corpus"
+        raise RetrieverError(f"{name} has no passages; an index needs at least one")
     with (
         open(folder / "ids.txt", "rb") as f,
         mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as text,
