@@ -42,9 +42,7 @@ from search.dense_index import (  # noqa: F401
     VectorRetriever,
     build_shards,
     check_encoder,
-    encoder_identity,
-    faiss_folder,
-    faiss_source,
+    faiss_place,
     open_shards,
 )
 from search.faiss_index import FaissIndex, build_faiss
@@ -427,20 +425,19 @@ def build_index(
     twice, the disk is too small. DataError: another build is at work in the folder.
     """
     encoder = encoder or default_encoder(model)
-    identity, packed = encoder_identity(model, tokenizer, encoder), None
-    length = min(encoder.passage_length, position_limit(model.config))
-    if can_pack(model):  # compiled, in bf16
-        model = copy.deepcopy(model).to(torch.bfloat16)
-        packed = packed_model(model, batch_tokens, length, compiled=True)
+    length, fast, packed = min(encoder.passage_length, position_limit(model.config)), model, None
+    if can_pack(model):
+        fast = copy.deepcopy(model).to(torch.bfloat16)
+        packed = packed_model(fast, batch_tokens, length, compiled=True)
 
     def vectors(tokens: list[np.ndarray], progress: Callable[[int], Any]) -> tuple[Tensor, int]:
         short = truncate(tokens, length, set(tokenizer.all_special_ids))
         pad = tokenizer.pad_token_id or 0
-        part = encode_tokens(model.eval(), short, encoder, pad, batch_tokens, packed, progress)
+        part = encode_tokens(fast.eval(), short, encoder, pad, batch_tokens, packed, progress)
         return part.half(), sum(len(ids) > length for ids in tokens)
 
-    parts = corpus, tokenizer, encoder, identity
-    encoded = build_shards(Path(folder), *parts, vectors, shard_size, workers)
+    parts = model, tokenizer, encoder, vectors, shard_size, workers
+    encoded = build_shards(Path(folder), corpus, *parts)
     return replace(open_index(folder), encoded=encoded)
 
 
@@ -514,14 +511,14 @@ def open_retriever(
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
         raise RetrieverError(
             f"kind={cfg.kind} needs an index; build it with python retriever.py kind={cfg.kind} "
-            "corpus=FILE index=OUT (and encoder=FOLDER), then give retriever.index=OUT"
+            "corpus=FILE index=OUT (and encoder=FOLDER), then give retriever.index=OUT; for bm25 "
+            "retriever.corpus=FILE does"
         )
     same_corpus(cfg, cfg.corpus)
     if cfg.kind != "bm25":
         index, faiss = open_index(Path(cfg.index, "dense"), verify=cfg.verify), None
         if cfg.faiss:  # before any model is loaded
-            folder, source = faiss_folder(cfg.index, cfg.faiss), faiss_source(index)
-            faiss = FaissIndex(folder, source, cfg.nprobe, cfg.ef_search)
+            faiss = FaissIndex(*faiss_place(index, cfg.index, cfg.faiss), cfg.nprobe, cfg.ef_search)
         across = cfg.across_ranks and dist.is_initialized()
         dense = DenseRetriever(index, *_load(cfg), across, faiss)
         if cfg.kind == "dense":
@@ -556,10 +553,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
     if cfg.kind == "remote":
         raise RetrieverError("kind=remote has no index here; build it where serve.py runs")
     if not cfg.corpus or not cfg.index:
-        raise RetrieverError(
-            f"corpus is {cfg.corpus!r} and index {cfg.index!r}; building needs both: give "
-            "corpus=FILE index=FOLDER"
-        )
+        raise RetrieverError("building needs a corpus and an index: give corpus=FILE index=FOLDER")
     claim_folder(cfg.index, "retriever.py")
     if "RANK" in os.environ:
         setup()
@@ -584,8 +578,9 @@ def _build(cfg: RetrieverConfig) -> dict | None:
         count, indexed, dim = len(index.ids), index.encoded, index.meta["dim"]
         truncated = index.cut_passages
         if cfg.faiss and first:
-            settings = cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search
-            build_faiss(faiss_folder(cfg.index, cfg.faiss), index.shards, *settings)
+            folder, source = faiss_place(index, cfg.index, cfg.faiss)
+            settings = cfg.faiss, source, cfg.nprobe, cfg.ef_search
+            build_faiss(folder, index.shards, *settings)
     if not first:
         return None
     if cfg.kind != "dense":

@@ -106,22 +106,22 @@ def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) 
 def build_shards(
     folder: Path,
     corpus: Corpus,
+    model: nn.Module,
     tokenizer: Any,
     encoder: Any,
-    identity: dict,
     encode: Encode,
     shard_size: int,
     workers: int,
 ) -> int:
     """Encode a corpus into `folder`; the number of passages that were encoded now.
 
-    identity: `encoder_identity` of what encodes
     encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), texts that were cut)
 
     A shard appears whole or not at all, with an entry beside it that moves to meta.json at the end;
     what is missing or damaged is made. In a process group each rank makes its share.
     """
     check_k(shard_size, "shard_size")
+    identity = encoder_identity(model, tokenizer, encoder)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def begin() -> tuple[dict, dict]:
@@ -412,12 +412,8 @@ class VectorRetriever(CutCounter):
         return ranks[own]
 
 
-def faiss_folder(index: str, factory: str) -> Path:
-    """Where a FAISS index lies: beside the dense one, named after its factory string."""
-    return Path(index, "faiss-" + re.sub(r"\W+", "-", factory))
-
-
-def faiss_source(index: Index) -> dict:
-    """What of a dense index a FAISS index of it depends on."""
-    keys = ("count", "dim", "corpus", "fingerprint", "pooling", "normalise")
-    return {key: index.meta[key] for key in (*keys, "passage_prefix", "passage_length")}
+def faiss_place(index: Index, root: str, factory: str) -> tuple[Path, dict]:
+    """The folder of a FAISS index beside a dense one, and what of the dense one it depends on."""
+    keys = "count dim corpus fingerprint pooling normalise passage_prefix passage_length".split()
+    folder = Path(root, "faiss-" + re.sub(r"\W+", "-", factory))
+    return folder, {key: index.meta[key] for key in keys}
