@@ -311,7 +311,7 @@ def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) 
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
         raise RetrieverError(
-            f"{len(queries)} queries, {len(golds)} lists of gold ids: give as many"
+            f"{len(queries)} queries but {len(golds)} lists of gold ids: give as many"
         )
     return golds
 
@@ -403,7 +403,8 @@ class Texts:
                 self.offsets.append(byte)
         if len(self.offsets) != len(ids):
             raise DataError(
-                f"{path} has {len(self.offsets):,} passages, the index {len(ids):,}; give its file"
+                f"{path}: {len(self.offsets):,} passages, but the index has {len(ids):,}; give its "
+                "corpus file"
             )
         for i in range(0, len(ids), max(len(ids) // 100, 1)):
             self.document(ids[i])
@@ -415,7 +416,7 @@ class Texts:
         passage = next((p for _, _, p in rows), None)
         if (found := passage and passage.id) != id_:
             raise DataError(
-                f"{self.path}: {found!r} stands where the index has {id_!r}; give its file"
+                f"{self.path}: {found!r} stands where the index has {id_!r}; give its corpus"
             )
         title = f'"{passage.title}"\n' if passage.title else ""
         return {"id": id_, "contents": title + passage.text}
