@@ -1,11 +1,9 @@
 """Encoders, the dense index, the retriever of a configuration, and the command that builds one.
 
-Lists are by (score descending, id ascending). A rank is 1 + the number of other passages that score
-at least as high as the gold: ties count against it, other golds of the query do not, the best gold
-counts, beyond the cut-off it is None, and a NaN score gives FAILED. Results are positional.
-
     python retriever.py kind=dense corpus=FILE encoder=FOLDER index=OUT   # build an index
     python retriever.py check encoder=FOLDER                              # does this encoder rank?
+
+The order of lists and the rule of ranks: docs/retrieval.md. Results are positional.
 
 Shapes: B texts, L tokens, D embedding size, Q queries.
 """
@@ -31,9 +29,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from config import run, save_config
-from data import located_lines
 from distributed import cleanup, setup
 from runs import Progress, claim_folder, only_writer
 from search.bm25 import BM25Retriever, build_postings
@@ -41,23 +39,20 @@ from search.client import RemoteRetriever, RetrieverAway  # noqa: F401  names of
 from search.dense_index import (  # noqa: F401
     WINDOW,
     Index,
-    PackedModel,
     VectorRetriever,
     build_shards,
-    can_pack,
     check_encoder,
-    encoder_identity,
-    faiss_folder,
-    faiss_source,
+    faiss_place,
     open_shards,
 )
 from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
+from search.packed import PackedModel, can_pack  # noqa: F401
 from search.passages import (  # noqa: F401
     FAILED,
+    Corpus,
     RetrieverConfig,
     RetrieverError,
-    check_queries,
     check_same,
     read_meta,
     retriever_settings,
@@ -67,8 +62,8 @@ from search.passages import (  # noqa: F401
 from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
-# Copies out alone, up to the next such line: it needs transformers, the imports above from the
-# standard library and other packages, and a ValueError named RetrieverError.
+# Copies out alone, up to the next such line, with the imports that are not the project's and a
+# ValueError named RetrieverError.
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,7 @@ MEAN_ENCODER = Encoder("mean")  # all-MiniLM and its like
 class ANCE(nn.Module):
     """RoBERTa, then LayerNorm(Linear(state of the first token)); compared by inner product.
 
-    Parameter names are those of the public checkpoints (castorini/ance-msmarco-passage,
-    3ricL/ad-hoc-ance-msmarco). arXiv 2007.00808; Pyserini's AnceEncoder.
+    arXiv 2007.00808; parameter names of castorini/ance-msmarco-passage.
     """
 
     UNUSED = re.compile(r"classifier\.|roberta\.pooler\.|roberta\.embeddings\.\w+_ids$")
@@ -128,7 +122,7 @@ class ANCE(nn.Module):
 
 
 def _model_file(name: str, filename: str) -> Path | None:
-    """Local path of a model's file, fetched from the hub if `name` is no folder; None: no such."""
+    """A model's file, fetched from the hub if `name` is no folder; None: it has no such file."""
     if os.path.isdir(name):
         path = Path(name, filename)
         return path if path.is_file() else None
@@ -138,7 +132,7 @@ def _model_file(name: str, filename: str) -> Path | None:
     try:
         return Path(hf_hub_download(name, filename))
     except EntryNotFoundError as e:
-        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach: nothing is known
+        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach
             raise
         return None
 
@@ -150,7 +144,7 @@ def _model_json(name: str, filename: str) -> Any:
 
 
 def _state_dict(name: str) -> dict[str, Tensor]:
-    """The single weight file of a model, never unpickled beyond tensors; {} where there is none."""
+    """The single weight file of a model, never unpickled beyond tensors; {}: it has none."""
     if path := _model_file(name, "model.safetensors"):
         return load_file(path)
     path = _model_file(name, "pytorch_model.bin")
@@ -158,35 +152,32 @@ def _state_dict(name: str) -> dict[str, Tensor]:
 
 
 def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
-    """The settings that a model other than ANCE asks for.
+    """The settings that a model other than ANCE asks for; a `pooling` that is given overrules them.
 
-    E5 is known by its name, others by their sentence-transformers files; a `pooling` that is given
-    overrules the files. RetrieverError: they ask for something that is not built here.
+    E5 is known by its name, others by their sentence-transformers files.
     """
     cached = [part for part in Path(name).parts if part.startswith("models--")]  # the hub's cache
     own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
     if modules := _model_json(name, "modules.json"):
-        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-        unknown = set(kinds) - {"Transformer", "Pooling", "Normalize"}
+        kinds = {module["type"].rsplit(".", 1)[-1] for module in modules}
+        unknown = kinds - {"Transformer", "Pooling", "Normalize"}
         if pooling is None and unknown:
             raise RetrieverError(
-                f"{name} has the sentence-transformers module {min(unknown)}; only Transformer, "
-                "Pooling and Normalize are built here. Use another model, or give pooling=…"
+                f"{name} has the module {min(unknown)}, which is not built here; use another "
+                "model, or give pooling=mean or first"
             )
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
-        modes = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
-        if modern := settings.get("pooling_mode"):  # sentence-transformers 5.4: a name, or several
-            modes = [modern] if isinstance(modern, str) else modern
-        known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
-        known |= {"mean": "mean", "cls": "first"}
-        if len(modes) != 1 or modes[0] not in known:
+        flags = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
+        modes = settings.get("pooling_mode") or flags  # since 5.4 a name, or several
+        modes = [modes] if isinstance(modes, str) else modes
+        known = {"mean": "mean", "cls": "first"}
+        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", modes[0])) if modes else None
+        if len(modes) != 1 or pooling is None:
             raise RetrieverError(
-                f"{name} pools by {modes}; mean and first (cls) are built here. Give pooling=mean "
-                "or pooling=first to overrule it."
+                f"{name} pools by {modes}, which is not built here; give pooling=mean or first"
             )
-        pooling = known[modes[0]]
     if limits := _model_json(name, "sentence_bert_config.json"):
         most = limits.get("max_seq_length") or 512
         encoder = replace(encoder, query_length=min(512, most), passage_length=min(384, most))
@@ -194,14 +185,14 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
 
 def position_limit(config: Any) -> int:
-    """Tokens that a model has positions for; RoBERTa's kind spends pad_token_id + 1 on padding."""
+    """Tokens that a model has positions for; RoBERTa's kind has some for padding."""
     most = getattr(config, "max_position_embeddings", None) or sys.maxsize
     padded = config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet")
     return most - (config.pad_token_id + 1 if padded else 0)
 
 
 def _load_tokenizer(name: str) -> Any:
-    """The tokenizer of an encoder, from its files: without any, the library invents one."""
+    """The tokenizer of an encoder; without its files the library would invent one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -209,8 +200,8 @@ def _load_tokenizer(name: str) -> Any:
     invented = type(tokenizer) is not PreTrainedTokenizerFast and files
     if invented and not any(_model_file(name, file) for file in files):
         raise RetrieverError(
-            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing. Copy the "
-            "files from where the weights came from."
+            f"{name} has no {' and no '.join(reversed(files))}: its tokenizer is missing; copy it "
+            "from where the weights came from"
         )
     return tokenizer
 
@@ -224,15 +215,15 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     if pooling is not None and (pooling == "ance") != is_ance:
         raise RetrieverError(
             f"pooling is {pooling!r}, but {name} is {'an' if is_ance else 'no'} ANCE checkpoint "
-            "(RoBERTa with embeddingHead and norm); leave pooling unset"
+            "(RoBERTa with embeddingHead); leave pooling unset"
         )
     if is_ance:
         return ANCE.from_pretrained(name), ANCE_ENCODER
     decoders = [a for a in config.architectures or [] if re.search("CausalLM|LMHead|Generation", a)]
     if decoders and pooling is None and not _model_file(name, "modules.json"):
         raise RetrieverError(
-            f"{name} is a language model ({decoders[0]}), no encoder of texts. Give an encoder's "
-            "folder, or pooling=mean to use it all the same."
+            f"{name} is a language model ({decoders[0]}), no encoder; give an encoder's folder, or "
+            "pooling=mean to use it all the same"
         )
     encoder, level = detect_encoder(name, pooling), logging.get_verbosity()
     logging.set_verbosity_error()  # its report on missing tensors is judged here
@@ -242,8 +233,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     logging.set_verbosity(level)
     if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
         raise RetrieverError(
-            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors): they would be "
-            "random. Use a whole checkpoint."
+            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors), which would be "
+            "random; use a whole checkpoint"
         )
     if hasattr(model, "pooler"):
         model.pooler = None  # not used, and random where the checkpoint lacks it
@@ -253,9 +244,8 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
 def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Module, Any, Encoder]:
     """Model (float32, eval), tokenizer and settings from a local folder or a hub name.
 
-    overrides: fields of `Encoder`, None for "as detected". Lengths never exceed the model's
-    positions. RetrieverError: no such model, missing tensors or tokenizer files, a tokenizer or
-    settings that don't fit the model.
+    overrides: fields of `Encoder`, None for "as detected"
+    RetrieverError: missing files or tensors, a tokenizer or settings that don't fit the model.
     """
     from transformers import AutoConfig
 
@@ -271,15 +261,15 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
         gone = local and not os.path.exists(name)
         reason = "there is no such folder" if gone else " ".join(str(e).split())[:200]
         raise RetrieverError(
-            f"encoder {name!r} can't be loaded ({reason}); give a folder with its config.json, "
-            "tokenizer and weights, or a hub name where the hub can be reached"
+            f"encoder {name!r} can't be loaded ({reason}); give a folder with config.json, "
+            "tokenizer and weights, or a hub name"
         ) from e
     rows = getattr(model, "roberta", model).get_input_embeddings().num_embeddings
     highest = max(tokenizer.get_vocab().values())
     if highest >= rows:
         raise RetrieverError(
-            f"{name}: its tokenizer has ids up to {highest}, its model {rows} embeddings; they "
-            "belong to different models. Use the tokenizer that the model was trained with."
+            f"{name}: its tokenizer has ids up to {highest}, its model {rows} embeddings; use the "
+            "tokenizer that the model was trained with"
         )
     encoder, most = replace(encoder, name=name, **overrides), position_limit(config)
     lengths = {k: min(getattr(encoder, k), most) for k in ("query_length", "passage_length")}
@@ -288,12 +278,12 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
 
 
 def default_encoder(model: nn.Module) -> Encoder:
-    """ANCE's settings for an ANCE model, mean pooling and normalisation for any other."""
+    """ANCE's settings for an ANCE model, mean pooling for any other."""
     return ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
-    """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays the end."""
+    """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays."""
     out = []
     for ids in tokens:
         if len(ids) > length:
@@ -309,13 +299,13 @@ def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 class PaddedModel:
-    """A model that reads texts in batches of `batch_tokens`, padded to the longest text."""
+    """A model that reads texts in batches, padded to the longest text."""
 
     def __init__(self, model: nn.Module, batch_tokens: int, pad: int):
         self.model, self.batch_tokens, self.pad = model, batch_tokens, pad
 
     def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
-        """Runs of texts, sorted longest first, that fill a batch."""
+        """Runs of texts, longest first, that fill a batch."""
         start = 0
         while start < len(lengths):
             step = max(self.batch_tokens // max(lengths[start], 1), 1)
@@ -325,12 +315,10 @@ class PaddedModel:
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
         """(B, D) float32 vectors of a batch of B texts, on the model's device."""
         device = next(self.model.parameters()).device
-        input_ids = torch.full((len(tokens), max(max(map(len, tokens)), 1)), self.pad)  # (B, L)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(tokens):
-            input_ids[row, : len(ids)] = torch.from_numpy(ids)
-            mask[row, : len(ids)] = 1  # by position, never by id
-        input_ids, mask = input_ids.to(device), mask.to(device)
+        texts = [torch.from_numpy(ids).long() for ids in tokens]
+        input_ids = pad_sequence(texts, True, self.pad).to(device)  # (B, L)
+        lengths = torch.tensor([len(ids) for ids in tokens], device=device)
+        mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
         if encoder.pooling == "ance":
             out = self.model(input_ids, mask).float()
         else:
@@ -340,9 +328,9 @@ class PaddedModel:
 
 
 def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
-    """What reads texts without padding; None on a CPU, for other families, or copied out alone."""
+    """What reads texts without padding; None where that can't be, or copied out alone."""
     try:
-        from search.dense_index import PackedModel, can_pack
+        from search.packed import PackedModel, can_pack
     except ImportError:
         return None
     return PackedModel(model, batch_tokens, length, **options) if can_pack(model) else None
@@ -360,26 +348,23 @@ def encode_tokens(
 ) -> Tensor:
     """Token ids of texts, int32 arrays → (len(tokens), D) float32 on the model's device, in order.
 
-    Equal texts are encoded once. Batches are made of texts sorted by length; on CUDA bf16 autocast
-    for a float32 model. packed: what `packed_model` returned; progress: is told how many texts more
-    are encoded.
+    Equal texts are encoded once, in batches by length; on CUDA a float32 model in bf16 autocast.
+
+    packed: what `packed_model` returned; progress: is told how many texts more are encoded
     """
-    slots: dict[bytes, int] = {}
-    which = [slots.setdefault(ids.tobytes(), len(slots)) for ids in tokens]
-    distinct = list(dict(zip(which, tokens)).values())
-    order = sorted(range(len(distinct)), key=lambda i: -len(distinct[i]))
+    keys = [ids.tobytes() for ids in tokens]
+    distinct = sorted(dict(zip(keys, tokens)).values(), key=len, reverse=True)
     reader = packed if all(map(len, tokens)) and packed else PaddedModel(model, batch_tokens, pad)
     device, weights = next(model.parameters()).device, next(model.parameters()).dtype
     mixed = device.type == "cuda" and weights == torch.float32
     vectors = [torch.empty(0, model.config.hidden_size, device=device)]
-    for rows in reader.batches([len(distinct[i]) for i in order]):
+    for rows in reader.batches([len(ids) for ids in distinct]):
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            vectors.append(reader.vectors([distinct[i] for i in order[rows]], encoder))
+            vectors.append(reader.vectors(distinct[rows], encoder))
         progress(len(vectors[-1]))
-    progress(len(which) - len(distinct))
-    made = np.empty(len(order), dtype=np.int64)  # the row at which each distinct text was encoded
-    made[order] = np.arange(len(order))
-    rows = torch.from_numpy(made[np.array(which, dtype=np.int64)])
+    progress(len(tokens) - len(distinct))
+    row = {ids.tobytes(): i for i, ids in enumerate(distinct)}
+    rows = torch.tensor([row[key] for key in keys], dtype=torch.long)
     if device.type == "cuda":  # the caller goes on while the device is at work
         rows = rows.pin_memory().to(device, non_blocking=True)
     return torch.cat(vectors).float()[rows]
@@ -392,16 +377,15 @@ def encode(
     encoder: Encoder | None = None,
     query: bool = False,
     batch_tokens: int = 8192,
-    counts: dict | None = None,
+    cut: list[bool] | None = None,
     progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
     """`texts` → (len(texts), D) float32 on the CPU, in order; passages and queries alike.
 
-    encoder: settings; by default ANCE's for an ANCE model, mean pooling for any other
+    encoder: by default ANCE's for an ANCE model, mean pooling for any other
     query: the query side's prefix and length instead of the passage side's
-    batch_tokens: tokens of one batch; on CUDA without padding where the model's family allows it
-    counts: a dict whose "truncated" is raised by the number of texts that were cut
-    progress: is told how many texts more are encoded
+    batch_tokens: of one batch; on CUDA without padding where the model's family allows it
+    cut: is told of every text whether it was too long; progress: how many more are encoded
     """
     encoder = encoder or default_encoder(model)
     prefix = encoder.query_prefix if query else encoder.passage_prefix
@@ -411,8 +395,8 @@ def encode(
         batch = tokenizer([prefix + t for t in texts[start : start + 1024]], verbose=False)
         tokens += [np.array(ids, dtype=np.int32) for ids in batch["input_ids"]]
     length = min(length, position_limit(model.config))
-    if counts is not None:
-        counts["truncated"] = counts.get("truncated", 0) + sum(len(t) > length for t in tokens)
+    if cut is not None:
+        cut += [len(ids) > length for ids in tokens]
     tokens = truncate(tokens, length, set(tokenizer.all_special_ids))
     packed, pad = packed_model(model, batch_tokens, length), tokenizer.pad_token_id or 0
     return encode_tokens(model.eval(), tokens, encoder, pad, batch_tokens, packed, progress).cpu()
@@ -423,7 +407,7 @@ def encode(
 
 def build_index(
     folder: str | os.PathLike,
-    corpus: str | os.PathLike | Sequence,
+    corpus: Corpus,
     model: nn.Module,
     tokenizer: Any,
     encoder: Encoder | None = None,
@@ -431,32 +415,29 @@ def build_index(
     batch_tokens: int = 8192,
     workers: int = 0,
 ) -> Index:
-    """Encode a corpus (a file, or data.Passage objects) into `folder`: fp16 shards, ids, meta.json.
+    """Encode a corpus into `folder`: fp16 shards of `shard_size` passages, ids, meta.json.
 
     A killed build, started again, makes the missing shards and ends with the same bytes; a finished
     index is checked and left alone. In a process group every rank makes its share of the shards.
-    On CUDA the encoder is compiled, in bf16, and texts are packed where its family allows it.
 
-    shard_size: passages of a shard; workers: processes that read and tokenise ahead, 0: this one
-    RetrieverError: the folder holds another index, a vector is not finite, the corpus is empty or
-    has an id twice, the disk is too small. DataError: another build is at work in the folder.
+    workers: processes that read and tokenise ahead, 0: this one
+    RetrieverError: another index is there, a vector is not finite, the corpus is empty or has an id
+    twice, the disk is too small. DataError: another build is at work in the folder.
     """
-    encoder, packed = encoder or default_encoder(model), None
-    identity = encoder_identity(model, tokenizer, encoder)
-    length = min(encoder.passage_length, position_limit(model.config))
+    encoder = encoder or default_encoder(model)
+    length, fast, packed = min(encoder.passage_length, position_limit(model.config)), model, None
     if can_pack(model):
-        model = copy.deepcopy(model).to(torch.bfloat16)
-        packed = packed_model(model, batch_tokens, length, compiled=True)
+        fast = copy.deepcopy(model).to(torch.bfloat16)
+        packed = packed_model(fast, batch_tokens, length, compiled=True)
 
     def vectors(tokens: list[np.ndarray], progress: Callable[[int], Any]) -> tuple[Tensor, int]:
         short = truncate(tokens, length, set(tokenizer.all_special_ids))
         pad = tokenizer.pad_token_id or 0
-        part = encode_tokens(model.eval(), short, encoder, pad, batch_tokens, packed, progress)
+        part = encode_tokens(fast.eval(), short, encoder, pad, batch_tokens, packed, progress)
         return part.half(), sum(len(ids) > length for ids in tokens)
 
-    notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-    source = (Path(folder), corpus, tokenizer, encoder.passage_prefix)
-    encoded = build_shards(*source, vectors, identity, notes, shard_size, workers)
+    parts = model, tokenizer, encoder, vectors, shard_size, workers
+    encoded = build_shards(Path(folder), corpus, *parts)
     return replace(open_index(folder), encoded=encoded)
 
 
@@ -467,11 +448,7 @@ def open_index(
     encoder: Encoder | None = None,
     verify: bool = False,
 ) -> Index:
-    """Open a finished index, memory-mapped; given a model, check that it is the one that built it.
-
-    verify: read every shard and compare its checksum
-    RetrieverError: no index, an unfinished or damaged one, another model, tokenizer or setting.
-    """
+    """`open_shards`; given a model, RetrieverError where another one built the index."""
     index = open_shards(Path(folder), verify)
     if model is not None:
         check_encoder(index, model, tokenizer, encoder or default_encoder(model))
@@ -491,25 +468,23 @@ class DenseRetriever(VectorRetriever):
         across: bool = False,
         faiss: FaissIndex | None = None,
     ):
-        """index: a folder or what `open_index` returned; the rest: what `load_encoder` returned"""
+        """index: a folder or an open one; the rest: as `load_encoder` gives it"""
         index = index if isinstance(index, Index) else open_index(index)
         if index.meta:
             check_encoder(index, model, tokenizer, encoder or default_encoder(model))
         super().__init__(index, next(model.parameters()).device, across, faiss)
-        self.encoding = (model, tokenizer, encoder, batch_tokens)
-        self._lock = threading.Lock()  # fast tokenizers may not be borrowed twice
+        self.encoding = model, tokenizer, encoder, batch_tokens
+        self._encoding = threading.Lock()  # fast tokenizers may not be borrowed twice
 
-    def encode_queries(self, queries: Sequence[str]) -> Tensor:
-        """(Q, D) float32 on the CPU."""
+    def encode_queries(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
+        """(Q, D) float32 on the CPU, and which queries were too long."""
         model, tokenizer, encoder, batch_tokens = self.encoding
-        queries, counts = check_queries(queries), {}
-        bar = Progress(len(queries), "encode", "queries")
-        with self._lock:
-            parts = (model, tokenizer, queries, encoder, True, batch_tokens, counts, bar.update)
-            vectors = encode(*parts)
-            self.cut_queries += counts["truncated"]
+        bar, cut = Progress(len(queries), "encode", "queries"), []
+        with self._encoding:
+            settings = encoder, True, batch_tokens, cut, bar.update
+            vectors = encode(model, tokenizer, queries, *settings)
         bar.close()
-        return vectors
+        return vectors, cut
 
 
 # --------------------------------------------------------------------------- configuration, entry
@@ -518,7 +493,7 @@ class DenseRetriever(VectorRetriever):
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
     """Model, tokenizer, settings and batch size of a configured encoder."""
     if not cfg.encoder:
-        raise RetrieverError(f"kind={cfg.kind} needs an encoder: give encoder=FOLDER or a hub name")
+        raise RetrieverError("an encoder is needed: give encoder=FOLDER or a hub name")
     keys = ("normalise", "query_prefix", "passage_prefix", "query_length", "passage_length")
     settings = {key: getattr(cfg, key) for key in keys}
     settings["pooling"] = None if cfg.pooling == "auto" else cfg.pooling
@@ -530,21 +505,20 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
 def open_retriever(
     cfg: RetrieverConfig,
 ) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
-    """The retriever of a configuration, from saved indexes; BM25 also in memory from the corpus."""
+    """The retriever of a configuration, from saved indexes; BM25 also from the corpus alone."""
     if cfg.kind == "remote":
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
         raise RetrieverError(
-            f"kind={cfg.kind} needs an index: build it with python retriever.py kind={cfg.kind} "
-            "corpus=FILE index=OUT (dense and hybrid: encoder=FOLDER), then give "
-            "retriever.index=OUT. For bm25 retriever.corpus=FILE does."
+            f"kind={cfg.kind} needs an index; build it with python retriever.py kind={cfg.kind} "
+            "corpus=FILE index=OUT (and encoder=FOLDER), then give retriever.index=OUT; for bm25 "
+            "retriever.corpus=FILE does"
         )
     same_corpus(cfg, cfg.corpus)
     if cfg.kind != "bm25":
         index, faiss = open_index(Path(cfg.index, "dense"), verify=cfg.verify), None
         if cfg.faiss:  # before any model is loaded
-            folder, source = faiss_folder(cfg.index, cfg.faiss), faiss_source(index)
-            faiss = FaissIndex(folder, source, cfg.nprobe, cfg.ef_search)
+            faiss = FaissIndex(*faiss_place(index, cfg.index, cfg.faiss), cfg.nprobe, cfg.ef_search)
         across = cfg.across_ranks and dist.is_initialized()
         dense = DenseRetriever(index, *_load(cfg), across, faiss)
         if cfg.kind == "dense":
@@ -559,35 +533,27 @@ def open_retriever(
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
-def build_bm25(
-    folder: Path, corpus: str | os.PathLike, analyzer: str = "lucene", workers: int = 1
-) -> tuple[int, int]:
-    """Save the BM25 index of a corpus → (passages, passages indexed now: 0 where it was there)."""
-    with only_writer(os.fspath(folder.parent), folder.name):
-        if (meta := read_meta(folder)) is not None:
-            corpus_now = {"corpus": survey(corpus, folder, lambda i: False).fingerprint}
-            check_same(folder, meta, corpus_now, "Choose another folder, or delete this one.")
-            return len(BM25Retriever.open(folder, analyzer=analyzer).passage_ids), 0
-        progress = Progress(sum(1 for _ in located_lines(corpus)), f"index {folder}")
-        count = build_postings(folder, corpus, analyzer, workers, progress.update)
-        progress.close()
-    return count, count
+def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
+    """Save the BM25 index of a corpus → (passages, passages indexed now)."""
+    folder = Path(cfg.index, "bm25")
+    with only_writer(cfg.index, "bm25"):
+        if (meta := read_meta(folder)) is None:
+            count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+            return count, count
+        now = {"corpus": survey(cfg.corpus, folder)[1]}
+        check_same(folder, meta, now, "Choose another folder, or delete this one.")
+        return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
-    """Build what `cfg.kind` needs from `cfg.corpus` under `cfg.index`; finished parts are kept.
+    """Build what `cfg.kind` needs under `cfg.index`; finished parts are kept.
 
     Under torchrun every rank encodes its share of a dense index; rank 0 does the rest and reports.
     """
     if cfg.kind == "remote":
-        raise RetrieverError(
-            "kind=remote has no index here; build it where serve.py runs, with the kind it serves"
-        )
+        raise RetrieverError("kind=remote has no index here; build it where serve.py runs")
     if not cfg.corpus or not cfg.index:
-        raise RetrieverError(
-            f"building needs corpus and index; corpus is {cfg.corpus!r}, index {cfg.index!r}. Give "
-            "corpus=FILE index=FOLDER."
-        )
+        raise RetrieverError("building needs a corpus and an index: give corpus=FILE index=FOLDER")
     claim_folder(cfg.index, "retriever.py")
     if "RANK" in os.environ:
         setup()
@@ -598,7 +564,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
 
 
 def _build(cfg: RetrieverConfig) -> dict | None:
-    """The work of `main`, within a process group or without one."""
+    """`main` within a process group or without one."""
     started, first = time.monotonic(), not dist.is_initialized() or dist.get_rank() == 0
     count, indexed, dim, truncated = 0, 0, None, 0
     if cfg.kind != "bm25":
@@ -607,17 +573,18 @@ def _build(cfg: RetrieverConfig) -> dict | None:
         if workers < 0:
             share = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
             workers = min(16, max(share, 1)) if next(model.parameters()).is_cuda else 0
-        parts = (model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers)
+        parts = model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *parts)
-        count, indexed, dim = len(index.ids), index.encoded, index.size
+        count, indexed, dim = len(index.ids), index.encoded, index.meta["dim"]
         truncated = index.cut_passages
         if cfg.faiss and first:
-            settings = (cfg.faiss, faiss_source(index), cfg.nprobe, cfg.ef_search)
-            build_faiss(faiss_folder(cfg.index, cfg.faiss), index.shards, *settings)
+            folder, source = faiss_place(index, cfg.index, cfg.faiss)
+            settings = cfg.faiss, source, cfg.nprobe, cfg.ef_search
+            build_faiss(folder, index.shards, *settings)
     if not first:
         return None
     if cfg.kind != "dense":
-        words = build_bm25(Path(cfg.index, "bm25"), cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+        words = build_bm25(cfg)
         count, indexed = words if cfg.kind == "bm25" else (count, indexed)
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
@@ -628,7 +595,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """Rank a few sentences (`rank_probes`); with an index: also, whether this encoder built it."""
+    """Rank a few sentences; with an index: did this encoder build it?"""
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)

@@ -1,13 +1,8 @@
-"""BM25 as Lucene scores it: English analysis, the index, search, and the rank of a gold passage.
+"""BM25 as Lucene scores it: the index, search, and the rank of a gold passage.
 
-Copies out with config.py, data.py, runs.py and search/passages.py; needs numpy, PyStemmer and
-regex, no torch.
-
-Lists are by (score descending, id ascending); a rank is 1 + the number of other passages whose
-score is at least the gold's, other golds left out; a score of 0 is no hit. Scores agree with Lucene
-9 (Anserini's defaults) to the bit: its analysis, its passage lengths rounded to one byte, its
-float32 arithmetic, summed in float64. A posting keeps no score but which pair of a word count and a
-passage length it has (2 bytes), so k1 and b stay free.
+Scores agree with Lucene 9 (Anserini's defaults) to the bit: its analysis, its passage lengths in
+one byte, its float32 arithmetic, summed in float64. Copies out with config.py, data.py, runs.py,
+search/analysis.py and search/passages.py; needs no torch.
 
 Shapes: M passages, V distinct words, P postings (pairs of a word and a passage), C pairs of a word
 count and a passage length.
@@ -17,262 +12,39 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
-import regex
-import Stemmer
 
-from data import Passage, located_passages
-from runs import atomic_folder
+from data import Passage
+from runs import Progress, atomic_folder
+from search.analysis import make_analyzer
 from search.passages import (
     Corpus,
+    CutCounter,
     Hits,
     RetrieverError,
+    StoredIds,
+    check_golds,
     check_k,
     check_queries,
     check_same,
     corpus_bytes,
-    gold_positions,
     in_processes,
+    is_file,
     mapped,
-    read_ids,
+    passages_at,
     read_meta,
     survey,
     write_meta,
 )
-
-# ------------------------------------------------------------------------------------ analysis
-
-STOP_WORDS = frozenset(  # Lucene's EnglishAnalyzer
-    "a an and are as at be but by for if in into is it no not of on or such that the their then "
-    "there these they this to was will with".split()
-)
-
-# Lucene's StandardTokenizer is the word break rules of UAX #29 (Unicode 9), keeping what holds a
-# letter, digit, ideograph or emoji. Its grammar has two forms here: over ASCII text itself, and
-# over a text's character classes, one letter a character (CLASSES). The word boundaries of the
-# `regex` module are of a newer Unicode (a colon inside a word parts it) and break Thai elsewhere.
-# Characters younger than Unicode 9 are words here and unknown to Lucene 9.
-ASCII_WORD = re.compile(
-    r"(?<!_)_*[A-Za-z0-9]\w*"
-    r"(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
-    re.ASCII,
-)
-
-
-def _class_pattern() -> re.Pattern:
-    x = "[EVZcs]*"  # WB4: marks, format characters and joiners belong to the character before them
-    digit, kana, join, dead, hebrew = f"N{x}", f"K{x}", f"_{x}", f"[_-]{x}", f"H{x}"
-    letter = f"(?:A{x}|H{x}(?!'|d{x}H))"  # a Hebrew letter before a quotation mark: WB7a to WB7c
-    core = (  # WB5 to WB12
-        f"(?:{hebrew}(?:'{x}|d{x}{hebrew})|{digit}(?:(?:(?:{join})*|[nq']{x}){digit})*"
-        f"|{letter}(?:(?:(?:{join})*|[mq']{x}){letter})*)+"
-    )
-    part = f"(?:{kana}(?:(?:{join})*{kana})*|{core})"
-    word = f"(?:{join})*{part}(?:(?:{join})+{part})*(?:{dead})*"  # WB13
-    emoji = "(?:P[EZ]*(?:V|M[EZ]*)?|M[EZ]*)"
-    return re.compile(  # \\Z: of a window, see standard_words
-        f"{word}|(?:{join})+\\Z|Z*{emoji}(?:(?:(?<=Z)|Z+){emoji})*|Z+\\Z|#[EZ]*V?c[EZ]*"
-        f"|(?:R{x}){{2}}|(?:[Ss]{x})+|[JI]{x}"
-    )
-
-
-CLASS_WORD = _class_pattern()
-# The first that fits a character; by Word_Break (WB), Line_Break (LB) and others, as in Unicode 9.
-CLASSES = [
-    ("V", r"[\uFE0E\uFE0F]"),
-    ("c", r"\u20E3"),
-    ("Z", r"\p{WB=ZWJ}"),
-    ("M", r"\p{Emoji_Modifier}"),
-    ("s", r"(?=\p{LB=SA})\p{WB=Extend}"),
-    ("E", r"[\p{WB=Extend}\p{WB=Format}\u0600-\u0605\u06DD\u070F]"),
-    ("H", r"\p{WB=Hebrew_Letter}"),
-    ("A", r"(?![\u00B8\u02E5-\u02EB\u055A\u058A\uA708-\uA716])\p{WB=ALetter}"),
-    ("N", r"[\p{WB=Numeric}\uFF10-\uFF19]"),
-    ("K", r"\p{WB=Katakana}"),
-    ("_", r"\p{WB=ExtendNumLet}"),
-    ("m", r"(?!\u055F)[\p{WB=MidLetter}:]"),
-    ("q", r"\p{WB=MidNumLet}"),
-    ("n", r"[\p{WB=MidNum}\uFE10\uFE14]"),
-    ("'", r"'"),
-    ("d", r'"'),
-    ("#", r"[#*]"),
-    ("R", r"\p{WB=Regional_Indicator}"),
-    ("J", r"\p{Script=Han}"),
-    ("I", r"\p{Script=Hiragana}"),
-    ("S", r"\p{LB=SA}"),
-    (  # Emoji 11
-        "P",
-        r"[\p{Extended_Pictographic}\u2388\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705"
-        r"\u2708-\u2712\u2763-\u2767\U0001F000-\U0001F0FF\U0001F10D-\U0001F10F\U0001F12F"
-        r"\U0001F16C-\U0001F16F\U0001F1AD-\U0001F1E5\U0001F260-\U0001F3FA\U0001F400-\U0001F53D"
-        r"\U0001F546-\U0001F64F\U0001F680-\U0001F6FF]",
-    ),
-]
-
-
-class _Classes(dict):
-    """For str.translate: the class of a character, looked up when it is first seen."""
-
-    def __missing__(self, code: int) -> str:
-        found = (name for name, pattern in CLASSES if regex.fullmatch(pattern, chr(code)))
-        self[code] = next(found, " ")
-        return self[code]
-
-
-_CLASSES = _Classes()
-# A piece between blanks with a character beyond ASCII.
-NON_ASCII = re.compile(r"(?<![^ ])([\x00-\x1F!-\x7F]*[^\x00-\x7F][^ ]*)")
-LONGEST = 255  # characters of a token; a longer one is cut into such pieces
-# What must stand in a window behind a piece for the piece to be settled: beyond marks, nothing
-# looks further ahead than a letter that joins words, a Hebrew letter and a quotation mark.
-SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
-
-
-def _classes(text: str) -> str:
-    """The class of every character, for CLASS_WORD.
-
-    A run of _ (and marks) that no word follows becomes -, a run of ZWJ that no emoji follows E:
-    else a search would run to the end of the run from each of its characters.
-    """
-    classes = text.translate(_CLASSES)
-    classes = re.sub(
-        "_[_EVZcs]*([AHKN]?)", lambda m: m[0] if m[1] else m[0].replace("_", "-"), classes
-    )
-    return re.sub("Z+([MP]?)", lambda m: m[0] if m[1] else "E" * len(m[0]), classes)
-
-
-def standard_words(text: str) -> list[str]:
-    """The words of a text as Lucene's StandardTokenizer finds them."""
-    words: list[str] = []
-    for i, part in enumerate([text] if text.isascii() else NON_ASCII.split(text)):
-        if i % 2:
-            words += [part[m.start() : m.end()] for m in CLASS_WORD.finditer(_classes(part))]
-        else:
-            words += ASCII_WORD.findall(part)
-    if max(map(len, words), default=0) <= LONGEST:
-        return words
-    classes, words, at = _classes(text), [], 0
-    while True:  # in windows: each search would else run to the end of a word of megabytes
-        end = at + 4 * LONGEST
-        match = CLASS_WORD.search(classes, at, end)
-        cut = match and min(match.end(), match.start() + LONGEST)
-        if end < len(classes) and not (match and SETTLED.match(classes, cut, end)):
-            match = CLASS_WORD.search(classes, at)
-        if not match:
-            return words
-        at = min(match.end(), match.start() + LONGEST)
-        words.append(text[match.start() : at])
-
-
-_porter, _snowball = Stemmer.Stemmer("porter").stemWord, Stemmer.Stemmer("english").stemWords
-_stemming = threading.Lock()  # PyStemmer's objects are not safe among threads
-MEASURED = re.compile("[aeiou][^aeiou]|(?:[^aeiouy]|^y)y[^aeiou]")  # a vowel before a consonant
-# A word with a doubled consonant that PyStemmer's "porter" leaves, and the part of it that stays.
-DOUBLED = re.compile(
-    r"(.*(?:([^abdefgilmnoprstuyz])(?=\2)|(?:[^aeiouy]y|[aeiou]yy|^yy)(?:yy)*(?=y))).(?:ing|ed)s?"
-)
-
-
-def porter(word: str) -> str:
-    """The stem of a lower-case word by Porter's algorithm as his own programs (and Lucene) have it.
-
-    M. F. Porter, An algorithm for suffix stripping, Program 14(3), 1980. His programs, and not
-    PyStemmer's "porter", leave words of one and two letters, make -bli -ble and -logi -log, and
-    undouble any consonant but l, s and z before -ed and -ing.
-    """
-    if len(word) <= 2:
-        return word
-    doubled = DOUBLED.fullmatch(word)
-    if doubled and MEASURED.search(doubled[1] + doubled[1][-1]):
-        return porter(doubled[1])
-    stem = _porter(word)
-    for old, new in (("bli", "ble"), ("logi", "log")):
-        before = stem.removesuffix(old)
-        # the word's ending, from i or y on, is one that step 1 takes off
-        ending = re.fullmatch("[iy](es|(ed|ing)?s?)", word[len(stem) - 1 :])
-        if before != stem and ending and MEASURED.search(before):
-            return _porter(before + new)
-    return stem
-
-
-class LuceneEnglish:
-    """Lucene's and Anserini's English analysis.
-
-    Words less 's, in lower case, less stop words, Porter's stems.
-    """
-
-    name = "lucene"
-
-    def __init__(self):
-        self._term = lru_cache(1 << 19)(self._analyse)
-
-    @staticmethod
-    def _analyse(word: str) -> str:
-        """The term of a word; empty for a stop word."""
-        if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
-            word = word[:-2]
-        # by character, as Java does: no final sigma, and a dotted capital I becomes i alone
-        lower = ("i" if c == "\u0130" else c.lower() for c in word)
-        word = word.lower() if word.isascii() else "".join(lower)
-        if word in STOP_WORDS:
-            return ""
-        with _stemming:
-            return porter(word)
-
-    def __call__(self, text: str) -> list[str]:
-        return [term for term in map(self._term, standard_words(text)) if term]
-
-    @staticmethod
-    def lengths(lengths: np.ndarray) -> np.ndarray:
-        """(M,) passage lengths as Lucene keeps them in one byte (SmallFloat); exact below 40."""
-        above = np.maximum(lengths - 24, 1)
-        shift = np.maximum(np.frexp(above)[1] - 4, 0)  # of the four bits that are kept
-        return np.where(lengths < 24, lengths, 24 + (lengths - 24 >> shift << shift))
-
-
-class SnowballEnglish:
-    """Words of two and more characters in lower case, less stop words, Snowball's stems.
-
-    As bm25s and PyStemmer do it, with exact lengths. For results that were measured with it.
-    """
-
-    name = "snowball"
-
-    def __call__(self, text: str) -> list[str]:
-        words = [w for w in re.findall(r"\b\w\w+\b", text.lower()) if w not in STOP_WORDS]
-        with _stemming:
-            return _snowball(words)
-
-    @staticmethod
-    def lengths(lengths: np.ndarray) -> np.ndarray:
-        return lengths
-
-
-@lru_cache
-def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
-    """The analysis of that name, one object for passages and queries."""
-    for kind in (LuceneEnglish, SnowballEnglish):
-        if kind.name == name:
-            return kind()
-    raise RetrieverError(
-        f"analyzer is {name!r}; it must be lucene (as Lucene and Anserini do it) or snowball (as "
-        "bm25s and PyStemmer do it)"
-    )
-
-
-# ------------------------------------------------------------------------------------ building
 
 FORMAT = "bm25-3"
 SHARD = 1 << 17  # passages counted together: about 300 MB of working memory at 100 words each
@@ -281,26 +53,24 @@ ARRAYS = ("words", "start", "passages", "codes", "pairs")  # of an index and of 
 
 
 def word_key(word: str) -> int:
-    """A word's 64-bit key: two of 100 million words share one with a probability of 3e-4."""
+    """64 bits for a word: two of 100 million words share them with a probability of 3e-4."""
     digest = blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def count(
-    corpus: Corpus, place: tuple | None, number: int, first: int, analyzer: str, folder: Path
+    corpus: Corpus, start: tuple | None, number: int, first: int, analyzer: str, folder: Path
 ) -> tuple[int, int]:
     """Write the postings of one shard to `folder` → (its words, its passages with a word).
 
-    The shard is `number` passages from `place` (line, byte) of a file on, or a list; `first` is the
-    number of the first one. Its arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's
-    postings are start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes
-    (P,) which pair; pairs (C,) int64 word count << 32 | passage length.
+    corpus, start, number: as `passages_at` takes them; first: number of the first passage
+    Arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's postings are
+    start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes (P,) which pair;
+    pairs (C,) int64 word count << 32 | passage length. No score is stored: k1 and b stay free.
     """
-    if isinstance(corpus, str):
-        corpus = (passage for _, _, passage in islice(located_passages(corpus, place), number))
     analyse, seen = make_analyzer(analyzer), {}
     words, lengths = [], np.zeros(number, dtype=np.int64)
-    for i, passage in enumerate(corpus):
+    for i, passage in enumerate(passages_at(corpus, start, number)):
         terms = analyse(passage.contents)
         words += [seen.setdefault(term, len(seen)) for term in terms]
         lengths[i] = len(terms)
@@ -312,9 +82,9 @@ def count(
     both, times = np.unique(both, return_counts=True)  # by word, then by passage
     word, row = np.divmod(both, number)
     pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
-    start = np.searchsorted(word, np.arange(len(keys) + 1))
+    starts = np.searchsorted(word, np.arange(len(keys) + 1))
     folder.mkdir()
-    values = keys[order], start, (row + first).astype(np.int32), codes.astype(np.uint32), pairs
+    values = keys[order], starts, (row + first).astype(np.int32), codes.astype(np.uint32), pairs
     for name, array in zip(ARRAYS, values):
         np.save(folder / f"{name}.npy", array)
     return int(lengths.sum()), int(np.count_nonzero(lengths))
@@ -357,76 +127,68 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def build_postings(
-    folder: str | os.PathLike,
-    corpus: str | os.PathLike | Iterable[Passage],
-    analyzer: str = "lucene",
-    workers: int = 1,
-    progress: Callable[[int], None] = lambda n: None,
+    folder: str | os.PathLike, corpus: Corpus, analyzer: str = "lucene", workers: int = 1
 ) -> int:
     """Write the index of a corpus to `folder`, whole or not at all → number of passages.
 
-    Memory holds one shard of the corpus a worker process, and BLOCK postings. progress is told how
-    many passages more are counted. RetrieverError: no passage, an id twice, no word to be indexed.
+    Memory holds one shard of the corpus a worker process, and BLOCK postings.
+    RetrieverError: no passage, an id twice, no word to be indexed.
     """
     make_analyzer(analyzer)  # its error, before anything is read
-    corpus = os.fspath(corpus) if isinstance(corpus, (str, os.PathLike)) else list(corpus)
+    corpus = os.fspath(corpus) if is_file(corpus) else list(corpus)
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
-        found = survey(corpus, temporary, lambda i: i % SHARD == 0)
-        tasks, from_file = [], isinstance(corpus, str)
-        for i, first in enumerate(range(0, found.count, SHARD)):
-            part = (corpus, found.starts[i]) if from_file else (corpus[first : first + SHARD], None)
-            size, own = min(SHARD, found.count - first), temporary / f"shard-{first}"
-            tasks.append((*part, size, first, analyzer, own))
-        workers, tokens, documents = min(workers, len(tasks)), 0, 0
-        counted: Iterator = (count(*task) for task in tasks)
-        if workers > 1:
-            counted = in_processes(count, tasks, workers, ahead=1)
+        total, fingerprint, starts = survey(corpus, temporary, lambda i: i % SHARD == 0)
+        tasks = []
+        for first in range(0, total, SHARD):
+            part = corpus if is_file(corpus) else corpus[first : first + SHARD]
+            size, own = min(SHARD, total - first), temporary / f"shard-{first}"
+            tasks.append((part, starts.get(first), size, first, analyzer, own))
+        counted = (count(*task) for task in tasks)
+        if workers > 1 and len(tasks) > 1:
+            counted = in_processes(count, tasks, min(workers, len(tasks)), ahead=1)
+        bar, tokens, documents = Progress(total, "index words"), 0, 0
         for task, (words, filled) in zip(tasks, counted):
             tokens, documents = tokens + words, documents + filled
-            progress(task[2])
+            bar.update(task[2])
+        bar.close()
         if not documents:
             raise RetrieverError(
-                f"none of the {found.count} passages holds a word that can be indexed (only stop "
-                "words and signs); look at the corpus file"
+                f"none of the {total} passages holds a word that can be indexed (only stop words "
+                "and signs); look at the corpus file"
             )
         folders = [task[-1] for task in tasks]
         merge(folders, temporary)
         for own in folders:
             shutil.rmtree(own)
-        meta = {"format": FORMAT, "analyzer": analyzer, "count": found.count}
-        meta |= {"corpus": found.fingerprint, "tokens": tokens, "documents": documents}
+        meta = {"format": FORMAT, "analyzer": analyzer, "count": total, "corpus": fingerprint}
+        meta |= {"tokens": tokens, "documents": documents}
         write_meta(temporary, meta | corpus_bytes(corpus))
-    return found.count
+    return total
 
 
 # -------------------------------------------------------------------------------------- search
 
 
-class BM25Retriever:
+class BM25Retriever(CutCounter):
     """BM25: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b length/mean)).
 
-    A word that stands n times in the query counts n times; a score of 0 is no hit, in lists and in
-    ranks. k1, b, query_words and workers may be changed at any time. Safe to call from threads.
+    A score of 0 is no hit. k1, b, query_words, workers may change at any time. Safe among threads.
     """
 
     def __init__(
         self,
-        passages: str | os.PathLike | Iterable[Passage],
+        passages: Corpus | Iterable[Passage] | None,
         k1: float = 0.9,
         b: float = 0.4,
         query_words: int | None = None,
         analyzer: str = "lucene",
         workers: int = 1,
     ):
-        """Index a corpus file, or data.Passage objects, for this process alone.
-
-        query_words: words (split at blanks) used of a query; None: all. `cut_queries` counts.
-        workers: threads that share the queries of one call
-        """
+        """Index a corpus for this process alone. workers: threads that share a call's queries"""
+        super().__init__()
         self.k1, self.b, self.query_words, self.workers = k1, b, query_words, workers
-        self.cut_queries, self._lock, self._local = 0, threading.Lock(), threading.local()
-        self._analyse = make_analyzer(analyzer)
+        self._analyse, self._local = make_analyzer(analyzer), threading.local()
         if passages is not None:
             with tempfile.TemporaryDirectory(prefix="bm25-") as folder:
                 build_postings(f"{folder}/bm25", passages, analyzer)
@@ -446,11 +208,10 @@ class BM25Retriever:
                 f"there is no BM25 index at {folder}; build it with: python retriever.py kind=bm25 "
                 f"corpus=FILE index={folder.parent if folder.name == 'bm25' else 'OUT'}"
             )
-        check_same(folder, meta, {"format": FORMAT}, "Delete it and build it again.")
-        way_out = "Give the value it was built with, or build another index."
-        check_same(folder, meta, {"analyzer": self._analyse.name}, way_out)
+        wanted = {"format": FORMAT, "analyzer": self._analyse.name}
+        check_same(folder, meta, wanted, "Give what it was built with, or build it again.")
         try:
-            self.passage_ids, arrays = read_ids(folder), _read_arrays(folder)
+            self.passage_ids, arrays = StoredIds(folder), _read_arrays(folder)
             postings = [int(arrays["start"][-1]), len(arrays["passages"]), len(arrays["codes"])]
             if len(set(postings)) > 1 or len(self.passage_ids) != meta["count"]:
                 raise ValueError(f"{len(self.passage_ids):,} ids and {postings} postings don't fit")
@@ -460,14 +221,12 @@ class BM25Retriever:
             ) from e
         self.arrays, self.meta = arrays, meta
 
-    # ------------------------------------------------------------------------------ one query
-
     def _divisors(self) -> np.ndarray:
         """(C,) float32: 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order of operations."""
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise RetrieverError(
-                f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1. "
-                "The usual values are 0.9 and 0.4 (QReCC 0.82 and 0.68)."
+                f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1, "
+                "such as 0.9 and 0.4"
             )
         k1, b, one = np.float32(self.k1), np.float32(self.b), np.float32(1)
         times, length = (self.arrays["pairs"] >> 32), (self.arrays["pairs"] & 0xFFFFFFFF)
@@ -476,15 +235,14 @@ class BM25Retriever:
         with np.errstate(divide="ignore"):  # k1 = 0: a word counts its idf wherever it stands
             return one + times * (one / (k1 * ((one - b) + b * length / mean)))
 
-    def _cut(self, queries: list[str]) -> list[str]:
-        """The queries, of each the first `query_words` words."""
+    def _cut(self, queries: list[str]) -> tuple[list[str], list[bool]]:
+        """The first `query_words` words of every query; which queries had more."""
         if self.query_words is None:
-            return queries
+            return queries, [False] * len(queries)
         check_k(self.query_words, "query_words")
         words = [query.split() for query in queries]
-        with self._lock:
-            self.cut_queries += sum(len(w) > self.query_words for w in words)
-        return [" ".join(w[: self.query_words]) for w in words]
+        cut = [len(w) > self.query_words for w in words]
+        return [" ".join(w[: self.query_words]) for w in words], cut
 
     def _lists(self, query: str, divisors: np.ndarray) -> list[tuple]:
         """(most it adds, passages, codes, gain of each code) of the query's words, rarest first."""
@@ -508,10 +266,9 @@ class BM25Retriever:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """The passages that can be among the k best or score `floor`, and their float32 scores.
 
-        None once `enough` passages are known to score `floor`. Lists are read from the rarest word
-        on. As soon as the words that are left can't lift a passage without any of the words so far
-        to the k-th best score (or the floor), only passages found so far stay in question, and are
-        looked up in the lists of the frequent words (Turtle and Flood's MaxScore).
+        None once `enough` passages are known to score `floor`. Turtle and Flood's MaxScore: lists
+        are read from the rarest word on; once the words left can't lift a new passage to the k-th
+        best score (or the floor), passages found so far are looked up in the frequent words' lists.
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
@@ -533,9 +290,8 @@ class BM25Retriever:
                     read.append(at)
                     size = min(size + len(at), len(totals))
                 else:
-                    at = np.minimum(passages.searchsorted(rows), len(passages) - 1)
-                    here = passages.take(at) == rows
-                    totals[rows[here]] += gains[codes[at[here]]]
+                    here, found = _look_up(rows, passages, codes, gains)
+                    totals[rows[here]] += found
                     scores = totals.take(rows)
                     rows = rows[scores >= least]
                 rest -= weight
@@ -551,7 +307,7 @@ class BM25Retriever:
             for passages in read:
                 totals[passages] = 0
 
-    def _hits(self, query: str, k: int, divisors: np.ndarray) -> Hits:
+    def _best(self, query: str, k: int, divisors: np.ndarray) -> Hits:
         rows, scores = self._candidates(self._lists(query, divisors), k)
         if len(rows) > k:
             kept = scores >= np.partition(scores, -k)[-k]
@@ -563,12 +319,12 @@ class BM25Retriever:
     def _rank(
         self, query: str, golds: Sequence[int], cutoff: int, divisors: np.ndarray
     ) -> int | None:
+        """The rank of the best of the passages `golds`."""
         lists, golds = self._lists(query, divisors), np.unique(np.array(golds, dtype=np.int32))
         own = np.zeros(len(golds))
         for _, passages, codes, gains in lists:
-            at = np.minimum(passages.searchsorted(golds), len(passages) - 1)
-            here = passages[at] == golds
-            own[here] += gains[codes[at[here]]]
+            here, found = _look_up(golds, passages, codes, gains)
+            own[here] += found
         own = own.astype(np.float32)
         best = own.max()
         if best <= 0:
@@ -579,8 +335,6 @@ class BM25Retriever:
         rank = 1 + int(np.count_nonzero(found[1] >= best)) - int(np.count_nonzero(own >= best))
         return rank if rank <= cutoff else None
 
-    # --------------------------------------------------------------------------- many queries
-
     def _answers(self, work: Callable, entries: list[tuple], number: int) -> list:
         """`work` of every entry, of equal ones once, shared among the threads."""
         check_k(self.workers, "workers")
@@ -590,21 +344,37 @@ class BM25Retriever:
             done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))
         return [done[entry] for entry in entries]
 
+    def hits(self, queries: list[str], k: int) -> tuple[list[Hits], list[bool]]:
+        """The lists of `search`, and which queries were cut."""
+        queries, cut = self._cut(queries)
+        found = self._answers(self._best, [(query,) for query in queries], k)
+        return [list(hits) for hits in found], cut
+
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The k best passages of every query with a score above 0, best first, ties by id."""
         check_k(k)
-        queries = [(query,) for query in self._cut(check_queries(queries))]
-        return [list(hits) for hits in self._answers(self._hits, queries, k)]
+        hits, cut = self.hits(check_queries(queries), k)
+        self.count_cut(cut)
+        return hits
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
     ) -> list[int | None]:
         """Rank of the best gold of every query; None beyond `cutoff` or where its score is 0."""
-        check_k(cutoff, "cutoff")
-        queries = self._cut(check_queries(queries))
-        golds = gold_positions(self.passage_ids, queries, gold_ids)
+        queries, golds = check_golds(self.passage_ids, queries, gold_ids, cutoff)
+        queries, cut = self._cut(queries)
+        self.count_cut(cut)
         pairs = [(query, tuple(rows)) for query, rows in zip(queries, golds)]
         return self._answers(self._rank, pairs, cutoff)
+
+
+def _look_up(
+    rows: np.ndarray, passages: np.ndarray, codes: np.ndarray, gains: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which of the passages `rows` (R,) are in a word's list, and what the word adds to those."""
+    at = np.minimum(passages.searchsorted(rows), len(passages) - 1)
+    here = passages.take(at) == rows
+    return here, gains[codes[at[here]]]
 
 
 def _above(totals: np.ndarray, read: list[np.ndarray], least: float) -> np.ndarray:

@@ -1,10 +1,9 @@
 """Approximate and compressed search by FAISS: less memory or time, some passages not found.
 
-The kind of index is FAISS's factory string: Flat, SQfp16 (half precision), IVF4096,Flat (only the
-nearest of 4,096 lists are searched), IVF4096,PQ64 (64 bytes a passage), HNSW32 (a graph). It lies
-in a folder of its own beside the exact index. A GPU build of FAISS is used where one is installed.
+The kind of index is FAISS's factory string (Flat, SQfp16, IVF4096,PQ64, HNSW32, …). It lies in a
+folder of its own beside the exact index. A GPU build of FAISS is used where one is installed.
 
-Shapes: Q queries, M passages, D embedding size, K list length.
+Shapes: Q queries, D embedding size, K list length.
 """
 
 from __future__ import annotations
@@ -40,14 +39,21 @@ def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
     return index
 
 
-def _check(nprobe: int, ef_search: int) -> None:
+def _settings(nprobe: int, ef_search: int) -> dict:
     check_k(nprobe, "nprobe")
     check_k(ef_search, "ef_search")
+    return {"nprobe": nprobe, "ef_search": ef_search}
 
 
 def _size(folder: Path) -> int:
     """Bytes of the index file in a folder; 0 where it is missing."""
     return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
+
+
+def _sample(shards: Sequence[np.ndarray], number: int) -> np.ndarray:
+    """(about `number`, D) float32: vectors spread evenly over the shards."""
+    step = max(sum(map(len, shards)) // number, 1)
+    return np.concatenate([shard[::step] for shard in shards]).astype(np.float32)
 
 
 def build_faiss(
@@ -58,22 +64,14 @@ def build_faiss(
     nprobe: int | None = None,
     ef_search: int | None = None,
 ) -> int:
-    """Build an index of the vectors of `shards` into `folder`; the vectors added now, 0 where it
-    stood there.
+    """Build an index of the vectors of `shards`; the vectors added now, 0 where it stood there.
 
     source: what of the dense index must be the same when this one is opened
-    nprobe, ef_search: how many lists of an IVF index (None: 32), and how wide a front of an HNSW
-    graph (None: 128), a
-        search looks at where it is not told when the index is opened
-    Trained on an even sample: all vectors, or 64 for every list and 2^18 at least.
+    nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph
+    (None: 128) of a search that is not told otherwise
     """
-    folder, nprobe, ef_search = (
-        Path(folder),
-        32 if nprobe is None else nprobe,
-        128 if ef_search is None else ef_search,
-    )
-    _check(nprobe, ef_search)
-    settings = {"format": "faiss-1", "factory": factory, **source}
+    search = _settings(32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search)
+    folder, settings = Path(folder), {"format": "faiss-1", "factory": factory, **source}
     if (meta := read_meta(folder)) is not None:
         check_same(folder, meta, settings, "Choose another folder, or delete this one.")
         if _size(folder) == meta["bytes"]:
@@ -81,29 +79,20 @@ def build_faiss(
     faiss = _faiss()
     count, dim = sum(map(len, shards)), shards[0].shape[1]
     try:
-        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        on_cpu = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as e:
         raise RetrieverError(
             f"faiss is {factory!r}, which FAISS does not take for {dim} dimensions "
             f"({str(e).strip().splitlines()[-1]}); give a factory string such as IVF4096,PQ64"
         ) from e
-    lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
-    wanted = max(64 * lists, 1 << 18)
-    rows = np.unique(np.linspace(0, count - 1, min(count, wanted)).astype(np.int64))
-    ends = np.cumsum([len(shard) for shard in shards])
-    sample = np.concatenate(
-        [
-            shard[rows[(rows >= end - len(shard)) & (rows < end)] - (end - len(shard))]
-            for shard, end in zip(shards, ends)
-        ]
-    ).astype(np.float32)
+    lists = getattr(faiss.try_extract_index_ivf(on_cpu), "nlist", 0)
     if count < lists:
         raise RetrieverError(
             f"faiss is {factory!r} with {lists} lists, but there are {count:,} passages; a list "
-            "needs dozens of them. Give a smaller number of lists."
+            "needs dozens of them: give a smaller number"
         )
-    on_cpu, index = index, _on_gpus(faiss, index, factory)
-    index.train(sample)
+    index = _on_gpus(faiss, on_cpu, factory)
+    index.train(_sample(shards, max(64 * lists, 1 << 18)))
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
             index.add(shard[start : start + BLOCK].astype(np.float32))
@@ -111,11 +100,8 @@ def build_faiss(
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        temporary = Path(temporary)
-        write_meta(
-            temporary,
-            settings | {"nprobe": nprobe, "ef_search": ef_search, "bytes": _size(temporary)},
-        )
+        search["bytes"] = _size(Path(temporary))
+        write_meta(Path(temporary), settings | search)
     return count
 
 
@@ -131,8 +117,7 @@ class FaissIndex:
     ):
         """RetrieverError: there is no index, a damaged one, or one of another source.
 
-        source: what `build_faiss` was given
-        nprobe, ef_search: None: what the index was saved with
+        source: what `build_faiss` was given; nprobe, ef_search: None: as saved
         """
         folder = Path(folder)
         meta = read_meta(folder)
@@ -141,22 +126,17 @@ class FaissIndex:
                 f"there is no FAISS index at {folder}; build it with: python retriever.py "
                 "kind=dense faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT"
             )
-        check_same(
-            folder, meta, source, "It belongs to another dense index: delete it and build it again."
-        )
-        faiss = _faiss()
-        self.meta, self.bytes = meta, meta["bytes"]
-        way_out = f"delete {folder} and build it again"
-        if (size := _size(folder)) != self.bytes:
-            raise RetrieverError(
-                f"{folder}/index.faiss is damaged: {size:,} of its {self.bytes:,} bytes are there; "
-                f"{way_out}"
-            )
+        check_same(folder, meta, source, "It is another dense index's: delete it, build it again.")
+        faiss, self.meta, self.bytes = _faiss(), meta, meta["bytes"]
         try:
+            if (size := _size(folder)) != self.bytes:
+                raise RuntimeError(f"{size:,} of its {self.bytes:,} bytes are there")
             index = faiss.read_index(str(folder / "index.faiss"))
         except RuntimeError as e:
             reason = str(e).strip().splitlines()[-1]
-            raise RetrieverError(f"{folder}/index.faiss is damaged ({reason}); {way_out}") from e
+            raise RetrieverError(
+                f"{folder}/index.faiss is damaged ({reason}); delete {folder} and build it again"
+            ) from e
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
         self._index, self._on_cpu = _on_gpus(faiss, index, meta["factory"]), index
         self._parameters = [(faiss.ParameterSpace(), index)]
@@ -169,7 +149,7 @@ class FaissIndex:
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
-        _check(nprobe, ef_search)
+        _settings(nprobe, ef_search)
         for space, index in self._parameters:
             if self._lists:
                 space.set_index_parameter(index, "nprobe", nprobe)

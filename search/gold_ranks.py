@@ -1,18 +1,9 @@
 """The rank of a gold passage on a Hopper GPU: one kernel that multiplies, compares and counts.
 
-It needs Triton at import; exact.py imports it where there is a card that runs it. Nothing is
-written but one integer a query. The scores of a tile of 128 queries and 256 passages stay in the
-registers in which the tensor cores leave them, are compared with the score of each query's gold
-there, and the counts are added to the query's number. Query tiles run fastest, so a passage comes
-from memory once and from the L2 cache for all other tiles.
-
-Three groups of warps share the work of a block, which lives as long as the kernel and takes every
-n-th tile: one thread fills buffers with the next parts of both matrices, two groups multiply 64
-queries each. They wait for buffers and not for each other, so one compares and counts while the
-other multiplies.
-
-The gold's own score comes out of the same code (`OWN`), in the same order of sums: rounding can't
-place it against itself.
+Scores of a tile of 128 queries and 256 passages stay in registers, are compared there with the
+score of each query's gold, and only counts are written. Query tiles run fastest, so a passage comes
+from memory once. The gold's own score comes out of the same code (`OWN`): rounding can't place it
+against itself. Needs Triton at import; exact.py imports it where there is a card that runs it.
 
 Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of its golds.
 """
@@ -32,26 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE_M, TILE_D, STAGES = (
-    256,
-    64,
-    4,
-)  # passages of a tile of 128 queries, columns of one part, parts in flight
+TILE_M, TILE_D, STAGES = 256, 64, 4  # passages of a tile, columns of one part, parts in flight
+
+
+@gluon.jit
+def _tiles(n_queries, n_passages, TILE_M: gl.constexpr, OWN: gl.constexpr):
+    """Tiles of queries, and tiles of scores in all."""
+    tiles_q = gl.cdiv(n_queries, 128)
+    return tiles_q, tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
 
 
 @gluon.jit
 def _load(
-    q_desc,
-    p_desc,
-    q_bufs,
-    p_bufs,
-    ready,
-    empty,
-    gold_ptr,
-    count_ptr,
-    n_queries,
-    n_passages,
-    programs,
+    tensors,
     D: gl.constexpr,
     TILE_M: gl.constexpr,
     TILE_D: gl.constexpr,
@@ -59,10 +43,12 @@ def _load(
     OWN: gl.constexpr,
 ):
     """Fill the buffers: 2 x 64 queries and the passages of every tile, TILE_D columns at a time."""
-    tiles_q = gl.cdiv(n_queries, 128)
-    tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
+    q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
+        tensors
+    )
+    tiles_q, tiles = _tiles(n_queries, n_passages, TILE_M, OWN)
     step = 0
-    for tile in range(gl.program_id(0), tiles, programs):
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         q0 = tile % tiles_q * 128
         p0 = q0 // TILE_M * TILE_M if OWN else tile // tiles_q * TILE_M
         for column in range(0, D, TILE_D):
@@ -71,9 +57,8 @@ def _load(
             bar = ready.index(slot)
             mbarrier.expect(bar, 2 * q_desc.block_type.nbytes + p_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [q0, column], bar, q_bufs.index(2 * slot))
-            tma.async_copy_global_to_shared(
-                q_desc, [q0 + 64, column], bar, q_bufs.index(2 * slot + 1)
-            )
+            second = q_bufs.index(2 * slot + 1)
+            tma.async_copy_global_to_shared(q_desc, [q0 + 64, column], bar, second)
             tma.async_copy_global_to_shared(p_desc, [p0, column], bar, p_bufs.index(slot))
             step += 1
 
@@ -81,15 +66,7 @@ def _load(
 @gluon.jit
 def _count(
     half: gl.constexpr,
-    q_bufs,
-    p_bufs,
-    ready,
-    empty,
-    gold_ptr,
-    count_ptr,
-    n_queries,
-    n_passages,
-    programs,
+    tensors,
     D: gl.constexpr,
     TILE_M: gl.constexpr,
     TILE_D: gl.constexpr,
@@ -97,34 +74,27 @@ def _count(
     OWN: gl.constexpr,
 ):
     """Multiply one half of the queries of every tile and count scores at least the gold's."""
+    q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
+        tensors
+    )
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]
     )
-    tiles_q = gl.cdiv(n_queries, 128)
-    tiles = tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
+    tiles_q, tiles = _tiles(n_queries, n_passages, TILE_M, OWN)
     step = 0
     scores = gl.zeros((64, TILE_M), gl.float32, layout=layout)
-    for tile in range(gl.program_id(0), tiles, programs):
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         q0 = tile % tiles_q * 128
         rows = q0 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         here = rows < n_queries
-        gold = gl.load(
-            gold_ptr + rows, mask=here, other=0.0
-        )  # early: it comes while the tile is multiplied
+        gold = gl.load(gold_ptr + rows, mask=here, other=0.0)  # comes while the tile is multiplied
         scores = warpgroup_mma_init(scores)
         for column in range(0, D, TILE_D):
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), step // STAGES & 1)
-            scores = warpgroup_mma(
-                q_bufs.index(2 * slot + half),
-                p_bufs.index(slot).permute((1, 0)),
-                scores,
-                use_acc=column > 0,
-                is_async=True,
-            )
-            scores = warpgroup_mma_init(
-                warpgroup_mma_wait(1, deps=(scores,))
-            )  # the part before is multiplied
+            queries, passages = q_bufs.index(2 * slot + half), p_bufs.index(slot).permute((1, 0))
+            scores = warpgroup_mma(queries, passages, scores, use_acc=column > 0, is_async=True)
+            scores = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(scores,)))  # the part before
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=column > 0)
             step += 1
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -135,85 +105,10 @@ def _count(
             gl.store(gold_ptr + rows, own, mask=here)
         else:
             count = gl.sum((scores >= gold.expand_dims(1)).to(gl.int32), 1)
-            beyond = gl.maximum(
-                tile // tiles_q * TILE_M + TILE_M - n_passages, 0
-            )  # rows of zeros below the last
+            # rows of zeros below the last passage
+            beyond = gl.maximum(tile // tiles_q * TILE_M + TILE_M - n_passages, 0)
             count -= gl.where(gold <= 0, beyond, 0)
             gl.atomic_add(count_ptr + rows, count, mask=here, sem="relaxed")
-
-
-@gluon.jit
-def _count_first(
-    q_bufs,
-    p_bufs,
-    ready,
-    empty,
-    gold_ptr,
-    count_ptr,
-    n_queries,
-    n_passages,
-    programs,
-    D: gl.constexpr,
-    TILE_M: gl.constexpr,
-    TILE_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    OWN: gl.constexpr,
-):
-    _count(
-        0,
-        q_bufs,
-        p_bufs,
-        ready,
-        empty,
-        gold_ptr,
-        count_ptr,
-        n_queries,
-        n_passages,
-        programs,
-        D,
-        TILE_M,
-        TILE_D,
-        STAGES,
-        OWN,
-    )
-
-
-@gluon.jit
-def _count_second(
-    q_desc,
-    p_desc,
-    q_bufs,
-    p_bufs,
-    ready,
-    empty,
-    gold_ptr,
-    count_ptr,
-    n_queries,
-    n_passages,
-    programs,
-    D: gl.constexpr,
-    TILE_M: gl.constexpr,
-    TILE_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    OWN: gl.constexpr,
-):
-    _count(
-        1,
-        q_bufs,
-        p_bufs,
-        ready,
-        empty,
-        gold_ptr,
-        count_ptr,
-        n_queries,
-        n_passages,
-        programs,
-        D,
-        TILE_M,
-        TILE_D,
-        STAGES,
-        OWN,
-    )
 
 
 @gluon.jit
@@ -224,136 +119,60 @@ def specialised(
     count_ptr,
     n_queries,
     n_passages,
-    programs,
     D: gl.constexpr,
     TILE_M: gl.constexpr,
     TILE_D: gl.constexpr,
     STAGES: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    """Counts of scores >= gold (Q,) to count_ptr, or with OWN scores of (q_i, p_i) to gold_ptr."""
+    """Counts of scores >= gold (Q,) to count_ptr, or with OWN scores of (q_i, p_i) to gold_ptr.
+
+    A program lives as long as the kernel and takes every n-th tile. One warp loads, two groups of
+    warps multiply 64 queries each and wait for buffers, not for each other: one compares and counts
+    while the other multiplies.
+    """
     q_bufs = gl.allocate_shared_memory(gl.float16, [2 * STAGES, 64, TILE_D], q_desc.layout)
     p_bufs = gl.allocate_shared_memory(gl.float16, [STAGES, TILE_M, TILE_D], p_desc.layout)
-    ready = gl.allocate_shared_memory(
-        gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()
-    )  # filled: one arrival
-    empty = gl.allocate_shared_memory(
-        gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()
-    )  # read: one of either half
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(ready.index(i), count=1)  # filled
+        mbarrier.init(empty.index(i), count=2)  # read, by either half
+    buffers = (q_desc, p_desc, q_bufs, p_bufs, ready, empty)
+    tensors = buffers + (gold_ptr, count_ptr, n_queries, n_passages)
     gl.warp_specialize(
         [
-            (
-                _count_first,
-                (
-                    q_bufs,
-                    p_bufs,
-                    ready,
-                    empty,
-                    gold_ptr,
-                    count_ptr,
-                    n_queries,
-                    n_passages,
-                    programs,
-                    D,
-                    TILE_M,
-                    TILE_D,
-                    STAGES,
-                    OWN,
-                ),
-            ),
-            (
-                _count_second,
-                (
-                    q_desc,
-                    p_desc,
-                    q_bufs,
-                    p_bufs,
-                    ready,
-                    empty,
-                    gold_ptr,
-                    count_ptr,
-                    n_queries,
-                    n_passages,
-                    programs,
-                    D,
-                    TILE_M,
-                    TILE_D,
-                    STAGES,
-                    OWN,
-                ),
-            ),
-            (
-                _load,
-                (
-                    q_desc,
-                    p_desc,
-                    q_bufs,
-                    p_bufs,
-                    ready,
-                    empty,
-                    gold_ptr,
-                    count_ptr,
-                    n_queries,
-                    n_passages,
-                    programs,
-                    D,
-                    TILE_M,
-                    TILE_D,
-                    STAGES,
-                    OWN,
-                ),
-            ),
+            (_count, (0, tensors, D, TILE_M, TILE_D, STAGES, OWN)),
+            (_count, (1, tensors, D, TILE_M, TILE_D, STAGES, OWN)),
+            (_load, (tensors, D, TILE_M, TILE_D, STAGES, OWN)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second and the third
+        [240, 24],  # their registers
     )
 
 
 def _run(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bool) -> None:
-    layouts = [
-        gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16) for rows in (64, TILE_M)
-    ]
-    q_desc = TensorDescriptor.from_tensor(queries, [64, TILE_D], layouts[0])
-    p_desc = TensorDescriptor.from_tensor(passages, [TILE_M, TILE_D], layouts[1])
+    def tiles(matrix: Tensor, rows: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16)
+        return TensorDescriptor.from_tensor(matrix, [rows, TILE_D], layout)
+
+    tensors = tiles(queries, 64), tiles(passages, TILE_M), gold, count, len(queries), len(passages)
+    sizes = queries.shape[1], TILE_M, TILE_D, STAGES
     programs = torch.cuda.get_device_properties(queries.device).multi_processor_count
-    specialised[(programs,)](
-        q_desc,
-        p_desc,
-        gold,
-        count,
-        len(queries),
-        len(passages),
-        programs,
-        queries.shape[1],
-        TILE_M,
-        TILE_D,
-        STAGES,
-        own,
-        num_warps=4,
-        maxnreg=168,
-    )
+    specialised[(programs,)](*tensors, *sizes, own, num_warps=4, maxnreg=168)
 
 
 def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
     """(P,) float32 products of (P, D) fp16 queries and passages, rounded as by `add_counts`."""
     out = torch.zeros(len(queries), dtype=torch.float32, device=queries.device)
-    _run(
-        queries.contiguous(),
-        passages.contiguous(),
-        out,
-        torch.zeros(1, dtype=torch.int32, device=out.device),
-        True,
-    )
+    unused = torch.zeros(1, dtype=torch.int32, device=out.device)
+    _run(queries.contiguous(), passages.contiguous(), out, unused, True)
     return out
 
 
 def add_counts(count: Tensor, queries: Tensor, passages: Tensor, gold: Tensor) -> None:
-    """Add to count (Q,) int32 how many passages (M, D) fp16 score at least gold (Q,) float32 for
-    queries (Q, D) fp16.
+    """Add to count (Q,) int32 the passages (M, D) fp16 that score at least gold (Q,) float32.
 
-    Nothing may be NaN or infinite (exact.py looks before). D is a multiple of 8.
+    queries: (Q, D) fp16, D a multiple of 8. Nothing may be NaN or infinite: exact.py looks before.
     """
     _run(queries.contiguous(), passages, gold.contiguous(), count, False)

@@ -1,7 +1,4 @@
-"""Does an encoder rank? Questions, the passages that answer them, and the ranks of these.
-
-Shapes: n questions.
-"""
+"""Does an encoder rank? Questions, the passages that answer them, and the ranks of these."""
 
 from __future__ import annotations
 
@@ -12,35 +9,33 @@ from torch import Tensor
 PROBES = (  # a question, the passage that answers it, and one that shares its words and doesn't
     (
         "how do I fix a flat bicycle tire",
-        "Remove the wheel, pull out the inner tube, find the puncture and glue a patch over it.",
+        "Take off the wheel, pull out the inner tube and glue a patch over the puncture.",
         "How do I fix the price of a flat in a city where rents rise every year?",
     ),
     (
         "what is the capital of France",
         "Paris, on the Seine, has been the seat of the country's government for centuries.",
-        "What is working capital? It is what a company in France owns less what it owes.",
+        "What is working capital? What a company in France owns less what it owes.",
     ),
     (
         "why do cats purr",
-        "Felines make the low, vibrating sound when content, and also to calm themselves when "
-        "hurt.",
+        "Felines make the low, vibrating sound when content, and to calm themselves when hurt.",
         "Why do people keep cats in films about witches? They look mysterious.",
     ),
     (
         "how long does it take to boil an egg",
         "Leave it in simmering water for six minutes if the yolk should stay soft, ten if hard.",
-        "How long does it take an egg of the sea turtle to hatch? About two months on the beach.",
+        "How long does it take an egg of the sea turtle to hatch? Two months on the beach.",
     ),
     (
         "symptoms of the flu",
-        "Fever, chills, aching muscles, cough and tiredness begin suddenly after infection with "
-        "influenza.",
+        "Fever, chills, aching muscles and a cough begin suddenly after infection with influenza.",
         "Symptoms of a failing battery: the engine turns slowly and the lights are dim.",
     ),
     (
         "who wrote romeo and juliet",
         "Shakespeare finished the tragedy about two young lovers in Verona around 1595.",
-        "Romeo and Juliet are the names of two moons in a novel, and nobody knows who wrote it.",
+        "Romeo and Juliet are two moons in a novel, and nobody knows who wrote it.",
     ),
     (
         "when was the first moon landing",
@@ -56,18 +51,16 @@ PROBES = (  # a question, the passage that answers it, and one that shares its w
 
 
 def rank_probes(queries: Tensor, passages: Tensor) -> dict:
-    """Print the rank of every question's answer among 2 n passages, and return the figures.
+    """Print the rank of every question's answer among all passages, and return the figures.
 
     queries: (n, D) vectors of the questions; passages: (2 n, D) of the answers, then of the others
 
-    A trained encoder puts nearly every answer above the passages of all other questions; random
-    weights, a wrong pooling or a wrong model put about one in fifteen there. High scores mean
-    nothing by themselves: two unrelated vectors of ANCE have a cosine above 0.95.
+    A trained encoder puts nearly every answer above the passages of all other questions, random
+    weights or a wrong pooling about one in fifteen. High scores mean nothing by themselves.
     """
     scores, n = queries @ passages.T, len(queries)  # (n, 2 n)
-    print(
-        "\n| question | rank of its answer | score | best of other questions |\n|---|---|---|---|"
-    )
+    print("\n| question | rank of its answer | score | best of other questions |")
+    print("|---|---|---|---|")
     ranks, first = [], 0
     for i, (question, *_) in enumerate(PROBES):
         own, strangers = scores[i, i], max(scores[i, j] for j in range(2 * n) if j % n != i)
@@ -77,8 +70,8 @@ def rank_probes(queries: Tensor, passages: Tensor) -> dict:
     print(f"\n{first} of {n} answers stand above all passages of other questions")
     if first < 5:
         print(
-            f"warning: this ranking looks random ({first} of {n}). Look whether the encoder has "
-            "trained weights of a retriever, and pooling, prefixes and tokenizer of its own.",
+            f"warning: this ranking looks random ({first} of {n}); look at the encoder's weights, "
+            "pooling, prefixes and tokenizer",
             file=sys.stderr,
         )
     mrr = round(sum(1 / rank for rank in ranks) / n, 4)

@@ -47,7 +47,7 @@ from search import dense_index
 from search.bm25 import BM25Retriever
 from search.faiss_index import FaissIndex
 from search.fusion import HybridRetriever
-from search.passages import PassageIds, RetrieverError, read_ids, write_ids
+from search.passages import PassageIds, RetrieverError, StoredIds, write_ids
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,9 +75,11 @@ def test_what_is_cut_is_counted(tmp_path):
     assert (dense.cut_queries, dense.cut_passages) == (0, 1)
     dense.search(["123456", "1234567", "12345678"], 1)  # two special tokens beside the bytes
     dense.gold_ranks(["1234567"], [["a"]])
-    assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 3, 1)
-    hybrid.search(["a b c", "a red fox runs"], 1)
-    assert (dense.cut_queries, bm25.cut_queries, hybrid.cut_queries) == (4, 1, 5)
+    assert (dense.cut_queries, hybrid.cut_queries, hybrid.cut_passages) == (3, 0, 1)
+    hybrid.search(["a b c", "a b c d", "a red fox runs", "red foxes"], 1)
+    assert hybrid.cut_queries == 3  # cut by none, by both sides (once) twice, by the encoder
+    hybrid.gold_ranks(["a red fox runs"], [["a"]])
+    assert hybrid.cut_queries == 4
 
 
 def test_an_empty_corpus_and_an_id_that_stands_twice_are_named(tmp_path):
@@ -340,16 +342,15 @@ def test_stored_ids_are_those_in_memory(tmp_path):
     ids = list(
         dict.fromkeys("".join(rng.choices("ab1é東_", k=rng.randint(1, 5))) for _ in range(700))
     )
-    for run in (1, 7, 1000):  # sorted in runs that are merged
-        assert write_ids(tmp_path, iter(ids), run) == len(ids)
-        stored, plain_ids = read_ids(tmp_path), PassageIds(ids)
-        assert list(stored) == ids and len(stored) == len(ids) and stored[-1] == ids[-1]
-        assert stored.order.tolist() == plain_ids.order.tolist()
-        assert all(stored.position(id_) == i for i, id_ in enumerate(ids))
-        for missing in ("", "zz", "\ud83d", 5, "a" * 50):
-            assert missing not in stored
+    assert write_ids(tmp_path, iter(ids)) == len(ids)
+    stored, plain_ids = StoredIds(tmp_path), PassageIds(ids)
+    assert list(stored) == ids and len(stored) == len(ids) and stored[-1] == ids[-1]
+    assert stored.order.tolist() == plain_ids.order.tolist()
+    assert all(stored.position(id_) == i for i, id_ in enumerate(ids))
+    for missing in ("", "zz", "\ud83d", 5, "a" * 50):
+        assert missing not in stored
     with pytest.raises(RetrieverError, match="'東' occurs more than once"):
-        write_ids(tmp_path, ["b", "東", "a", "東"], 2)
+        write_ids(tmp_path, ["b", "東", "a", "東"])
     with pytest.raises(RetrieverError, match="no passages"):
         write_ids(tmp_path, [])
 

@@ -43,7 +43,6 @@ from retriever import (
     mean_pool,
     truncate,
 )
-from search import dense_index
 from search.exact import exact_search
 from search.passages import RetrieverError
 
@@ -150,11 +149,11 @@ def test_truncation_is_counted(tmp_path):
     model, tokenizer, encoder = load_encoder(
         str(tmp_path), device="cpu", passage_length=8, query_length=10
     )
-    counts = {}
-    encode(model, tokenizer, ["abcdef", "abcdefg", "abcdefg", "a"], encoder, counts=counts)
-    assert counts == {"truncated": 2}
-    encode(model, tokenizer, ["abcdefg"], encoder, query=True, counts=counts)
-    assert counts == {"truncated": 2}
+    cut = []
+    encode(model, tokenizer, ["abcdef", "abcdefg", "abcdefg", "a"], encoder, cut=cut)
+    assert cut == [False, True, True, False]
+    encode(model, tokenizer, ["abcdefg"], encoder, query=True, cut=cut)
+    assert cut[4:] == [False]
 
 
 def test_mpnet_counts_positions_as_roberta_does(tmp_path):
@@ -224,7 +223,7 @@ def test_packed_texts_have_the_vectors_of_padded_ones(tmp_path, kind, monkeypatc
             out[first:last] = ((q @ k.mT * scale).softmax(-1) @ v).transpose(0, 1)
         return out
 
-    monkeypatch.setattr(dense_index, "varlen_attn", attend)
+    monkeypatch.setattr("search.packed.varlen_attn", attend)
     (tiny_ance if kind == "ance" else tiny_encoder)(tmp_path)
     model, tokenizer, encoder = load_encoder(
         str(tmp_path), device="cpu", pooling=None if kind == "ance" else kind
