@@ -1,7 +1,7 @@
 """Instructions, chats, chat encoding and loss masks.
 
 Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
-so that an engine computes it once for all prompts; the history is numbered, oldest first.
+so that an engine computes it once for all.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Answer in exactly this form:
 <rewrite>the complete question</rewrite>"""
 
 
-def read_instruction(path: str) -> str:
-    """The instruction in a text file; without one that of the rewrite task."""
+def read_instruction(path: str, default: str = "") -> str:
+    """The instruction in a text file; without one the default, or that of the rewrite task."""
     if not path:
-        return INSTRUCTION
+        return default or INSTRUCTION
     text = "\n".join(line for _, line in read_lines(path)).strip()
     if not text:
         raise DataError(f"{path}: the instruction is empty; say what the model is to do")
@@ -44,8 +44,8 @@ def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
     """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn.
 
-    An example is a Turn with a `response`. The paper shows its example inside one message; as turns
-    of the chat a small model keeps the form far more often (SmolLM2-135M copies them otherwise).
+    An example is a Turn with a `response`. The paper shows its example inside one message; shown as
+    turns of the chat a small model keeps the form far more often.
     """
     messages = []
     for shown in [*examples, turn]:
@@ -73,7 +73,7 @@ def read_examples(path: str) -> list[Turn]:
         if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
             raise DataError(
                 f"{location}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must "
-                "not be empty, and neither may hold the tags that are put around them"
+                "not be empty, and neither may hold tags"
             )
         asked = _context(row, location), _question(row, location)
         response = response_text(think, rewrite)
@@ -85,7 +85,7 @@ def read_examples(path: str) -> list[Turn]:
 
 # `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
 
-SEARCH_RULES = """
+SEARCH_RULES = """by thinking and by searching an encyclopedia.
 Thoughts stand between <think> and </think>: what is known, and what has to be found next.
 A search query stands between <search> and </search>: a few words, one thing at a time.
 What the search finds is then shown between <result> and </result>, which only the search engine \
@@ -95,13 +95,8 @@ Inside it the exact answer alone, a name, a date, a number, yes or no, is put in
 latex format.
 The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
 <answer>The answer is \\[ \\boxed{exact answer} \\]</answer>"""
-SEARCH_INSTRUCTION = (
-    "You answer a question by thinking and by searching an encyclopedia." + SEARCH_RULES
-)
-SEARCH_DIALOGUE = (
-    "A user asks an assistant, who answers by thinking and by searching an encyclopedia."
-    + SEARCH_RULES
-)
+SEARCH_INSTRUCTION = "You answer a question " + SEARCH_RULES
+SEARCH_DIALOGUE = "A user asks an assistant, who answers " + SEARCH_RULES
 
 AGENT_INSTRUCTION = """\
 You answer questions with the help of a tool that searches a collection of passages; rely on what \
@@ -188,10 +183,9 @@ def outside_thoughts(text: str) -> str:
 
 
 def before_calls(text: str) -> str:
-    """A turn up to its first tool call outside of the thinking."""
-    return re.match(
-        r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>|<search>).)*", text, re.DOTALL
-    ).group()
+    """A turn up to its first call outside of the thinking."""
+    said = r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>|<search>).)*"
+    return re.match(said, text, re.DOTALL).group()
 
 
 TEMPLATE_DATE = "01 Jan 2025"  # pinned: some templates (Llama 3) print today's date
@@ -205,12 +199,12 @@ FORM_TAGS = {
 def special_strings(tokenizer) -> list[str]:
     """Every string that the tokenizer makes one added token of, special or not."""
     # Llama 3's header tokens are special without a role, so all_special_tokens lacks them.
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    return sorted({*tokenizer.all_special_tokens, *added})
+    added = tokenizer.added_tokens_decoder.values()
+    return sorted({*tokenizer.all_special_tokens, *(t.content for t in added)})
 
 
 def control_strings(tokenizer) -> list[str]:
-    """The added tokens that the tokenizer calls special, without the tags of responses."""
+    """Those that the tokenizer calls special, without the tags of responses."""
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
     return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
@@ -228,8 +222,7 @@ def render_chat(
 ) -> str:
     """The text of a chat in the tokenizer's template: special tokens in it harmless, date pinned.
 
-    tools: JSON schemas of functions; a message may then have the role `tool`. DataError: a
-    tokenizer without a chat template, or one that refuses such messages.
+    tools: JSON schemas of functions; a message may then have the role `tool`.
     """
     model, special = tokenizer.name_or_path, control_strings(tokenizer)
     if not tokenizer.chat_template:
@@ -252,8 +245,7 @@ def render_chat(
     except jinja2.TemplateError as e:
         roles = ", ".join(m["role"] for m in messages)
         raise DataError(
-            f"the chat template of {model} refuses these messages ({roles}): {e}; use a model "
-            "whose template takes them"
+            f"the chat template of {model} refuses these messages ({roles}): {e}; use another model"
         ) from e
 
 
@@ -269,8 +261,7 @@ def render_around(
 ) -> list[str]:
     """The text of a chat around the assistant's turns: what stands before each, behind the last.
 
-    The template sees random placeholders in their place, because some cut the thoughts off earlier
-    turns.
+    The template sees random placeholders, because some cut the thoughts off earlier turns.
     """
     chat, marks = [], []
     for m in messages:
@@ -293,20 +284,17 @@ def _left_out(tokenizer, role: str) -> DataError:
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a user's text, or of messages; the template writes BOS where the model wants it.
-
-    DataError for a template that leaves out a message (the system's, say).
-    """
+    """Token ids of a user's text or of messages; the template writes BOS where a model wants it."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
-    pieces = render_around(tokenizer, chat, tools)
     turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
-    shown = "".join("".join(pieces).split())
+    pieces = render_around(tokenizer, chat, tools)
+    text = "".join(piece + turn for piece, turn in zip(pieces, [*turns, ""]))
+    shown = "".join(text.split())
     others = [m for m in chat if m["role"] != "assistant"]
     lost = [m for m in others if "".join(defuse(m["content"], special).split()) not in shown]
-    if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
+    if 0 < len(lost) < len(others):  # all: a template that is a constant, on purpose
         raise _left_out(tokenizer, lost[0]["role"])
-    text = "".join(piece + turn for piece, turn in zip(pieces, [*turns, ""]))
     return tokenizer(without_opened_think(text), add_special_tokens=False)["input_ids"]
 
 
@@ -331,17 +319,15 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     ids = [i for i in dict.fromkeys(ids) if i is not None]
     if not ids:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never "
-            "end: set eos_token"
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token, so that responses never "
+            "end; set eos_token"
         )
     return ids
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none.
-
-    vocabulary: number of embeddings; a pad token beyond them, which some tokenizers have, is none.
-    """
+    """What fills the unused part of a row: the pad token, or EOS where there is none, or none among
+    the `vocabulary` embeddings."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 

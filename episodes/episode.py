@@ -2,9 +2,9 @@
 
 An episode is one growing list of token ids with a mask beside it. What the model sampled stays as
 sampled (mask 1); what is shown to it, results and notes, is encoded alone and takes part in no
-loss, KL, entropy or denominator (mask 0). What the texts mean is told by a task (tasks.py).
-An answer inside a think block ends nothing. In `search` an answer is the end, and a query counts
-wherever it stands, as in ReSearch; in `agent` a turn without a call is the last.
+loss, KL, entropy or denominator (mask 0). What the texts mean is told by a task (tasks.py): in
+`search` an answer is the end, and a query counts wherever it stands, as in ReSearch; in `agent` a
+turn without a call is the last. An answer inside a think block ends nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from reward import all_gold, answer_metrics, gold_recall, score_answer
 from runs import read_json
 from search.passages import PassageIds, Texts
 
-ANSWERED, NO_ANSWER = ENDED = ("answered", "no_answer")  # the model itself ended the episode
-LENGTH, ROUNDS = "length", "rounds"  # no token, no turn was left
+ENDED = ("answered", "no_answer")  # the model itself ended the episode
 FAILED = ("engine_error", "tool_error")  # technical: left out and counted, never scored
-END_STATES = (*ENDED, LENGTH, ROUNDS, *FAILED)
+END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length, rounds: no token, no turn was left
 LEAST_ROOM = 64  # tokens; a search whose result has less room is not made: tags and notes need 60
 
 
@@ -44,9 +43,9 @@ def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
         read_instruction(cfg.instruction)
     if room < 2 * LEAST_ROOM:
         problem = (
-            f"max_response_tokens={budget} leaves {room} tokens beside the answer's part "
-            f"(episode.answer_share={cfg.answer_share:g}); a query and its result need "
-            f"{2 * LEAST_ROOM}: raise max_response_tokens, or lower the share"
+            f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
+            f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
+            "lower the other"
         )
     elif task != "agent" and cfg.mcp:
         problem = "episode.mcp is for task=agent; leave it empty"
@@ -54,8 +53,8 @@ def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
         problem = "episode.template=base is for task=search; agent needs a chat template"
     elif cfg.mcp and cfg.gold_reward != "none":
         problem = (
-            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; set "
-            "gold_reward=none, or leave mcp empty"
+            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
+            "leave one of them empty"
         )
     else:
         return
@@ -83,6 +82,7 @@ class Episode(Rollout):
     prediction: str | None = None  # the extracted answer
     ended: bool = False  # by the tokenizer's own EOS, or a forced one
     failure: str = ""  # why it is one of FAILED
+    well_formed: bool = False  # it keeps its task's form
 
     @property
     def left(self) -> int:
@@ -132,8 +132,7 @@ def run_episodes(
     """Episodes of every prompt (token ids), a prompt's samples side by side, group_id its index.
 
     `max_tokens` of a sampling is the episode's whole budget, injected tokens included. context:
-    positions of the model. `progress(finished, total, 0.0)` is called after every round. Raises
-    RolloutError for a prompt that leaves no room, and what the engine raises.
+    positions of the model. `progress(finished, total, 0.0)` is called after every round.
     """
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     episodes = []
@@ -153,7 +152,8 @@ def run_episodes(
         if not active:
             break
         final = number + 1 == task.cfg.max_rounds
-        for episode, turn in zip(active, _sample(engine, active, samplings, number, task)):
+        turns = _sample(engine, active, samplings, number, task)
+        for episode, turn in zip(active, turns, strict=True):
             trained = int(turn.end != "engine_error")
             episode.append(turn.response_ids, turn.logprobs, mask=trained)
             _read_turn(episode, turn, final, task)
@@ -173,9 +173,8 @@ def _sample(
 ) -> list[Rollout]:
     """The next turn of every active episode, in their order.
 
-    In the first round the samples of a prompt are one request. After it each has a conversation of
-    its own, and a seed made of the prompt and its seed: draws depend neither on what else is
-    sampled nor on the process.
+    In the first round the samples of a prompt are one request. After it each is its own, with a
+    seed made of the prompt and its seed: draws do not depend on what else is sampled.
     """
     active = active if number else [e for e in active if e.sample == 0]
     requests = []
@@ -204,24 +203,23 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
         ids[:-1] if eos else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     turn.completion_tokens += len(ids)
-    if sampled.end == "engine_error":
-        episode.end, episode.failure = "engine_error", "the engine's logits were no numbers"
-        return
-    if sampled.end == "length":
-        episode.end = LENGTH
+    if sampled.end in ("length", "engine_error"):
+        episode.end = sampled.end
+        episode.failure = "the engine's logits were no numbers" if episode.end in FAILED else ""
         return
     stopped = sampled.end == "stop"
     said = "".join(r.text for r in episode.rounds) if task.one_message else turn.text
     calls, block = task.read(said, turn.text, stopped), answer_block(said)
     if calls or (stopped and block is None):
         _limit_calls(episode, calls, task)
-        turn.calls, episode.end = calls, ROUNDS if final else ""
+        turn.calls, episode.end = calls, "rounds" if final else ""
         return
     if stopped and task.cfg.stop_at_answer:  # a forced EOS: the model did not write it
         episode.append([task.eos_id], [0.0], mask=0)
     episode.ended = episode.response_ids[-1] == task.eos_id
     episode.prediction = None if block is None else task.answer(block)
-    episode.end = NO_ANSWER if episode.prediction is None else ANSWERED
+    episode.end = "no_answer" if episode.prediction is None else "answered"
+    episode.well_formed = task.well_formed(episode)
 
 
 def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
@@ -240,8 +238,8 @@ def _room(episode: Episode, task: Task) -> int:
 
 
 def _show_results(episode: Episode, task: Task) -> list[int]:
-    """The tokens of what the last turn asked for; none where a search failed, or where not even one
-    token would be left behind them: the episode has ended then."""
+    """The tokens of what the last turn asked for; none where that ended the episode: a search
+    failed, or no token would be left behind them."""
     turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
         episode.end, episode.failure = "tool_error", failure
@@ -249,7 +247,7 @@ def _show_results(episode: Episode, task: Task) -> list[int]:
     room = max(_room(episode, task), LEAST_ROOM)  # a note may take from the answer's part
     ids, text = task.show(turn.calls, episode.response_ids[-1], room)
     if len(ids) >= episode.left:
-        episode.end = LENGTH
+        episode.end = "length"
         return []
     turn.injected = text
     return ids
@@ -261,22 +259,16 @@ def _show_results(episode: Episode, task: Task) -> list[int]:
 def open_task(
     name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConfig, examples: str = ""
 ) -> Task:
-    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations.
-
-    ConfigError or DataError: no passage texts, another corpus than the index was built from, an MCP
-    server that does not answer, a chat template that tool results cannot be cut out of.
-    """
+    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations."""
     kind = {"search": SearchTask, "agent": AgentTask}[name]
     if not cfg.mcp and retriever.across_ranks:
         raise ConfigError(
-            "retriever.across_ranks=true needs every rank to search at the same time, and in "
-            f"task={name} ranks have different numbers of rounds; serve the index (serve.py, "
-            "retriever.kind=remote), or set it to false"
+            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
+            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
         )
     if not cfg.mcp and not retriever.corpus:
         raise ConfigError(
-            f"task={name} shows passages to the model: give retriever.corpus=FILE, which the "
-            "index was built from"
+            f"task={name} shows passages: give retriever.corpus=FILE, which the index is made of"
         )
     shown = read_conversations(examples) if examples else []
     if cfg.mcp:
@@ -303,18 +295,15 @@ def other_task(folder: str, task: str, template: str) -> str:
 def episode_reward(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> float | None:
-    """What an episode earns for its answer (score_answer) and for retrieved gold passages.
-
-    The second part is for well-formed episodes (`research`), or those with an answer, alone. None
-    for an episode that failed for a technical reason: it is left out and counted.
-    """
+    """What an episode earns for its answer (score_answer) and, where it is well formed (`research`)
+    or has an answer, for retrieved gold passages. None: it failed for a technical reason."""
     cfg = task.cfg
     if episode.end in FAILED:
         return None
     auto = "research" if task.name == "search" else "f1"
     kind = auto if cfg.answer_reward == "auto" else cfg.answer_reward
-    well_formed = task.well_formed(episode)
-    reward = score_answer(episode.prediction, question.golden_answers, well_formed, kind)
+    golds, well_formed = question.golden_answers, episode.well_formed
+    reward = score_answer(episode.prediction, golds, well_formed, kind)
     counts = well_formed if kind == "research" else episode.prediction is not None
     if cfg.gold_reward != "none" and counts and gold_ids:
         share = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward]
@@ -326,14 +315,13 @@ def episode_figures(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> dict:
     """What is measured of one episode; the gold figures are None where nothing is judged."""
-    failed = episode.end in FAILED
     scores = answer_metrics(episode.prediction, question.golden_answers)
-    judged = bool(gold_ids) and not failed and not task.cfg.mcp  # an MCP server's texts have no ids
+    judged = gold_ids and episode.end not in FAILED and not task.cfg.mcp  # whose texts have no ids
     return {
         "em": scores["em"],
         "f1": scores["f1"],
         "prediction": episode.prediction,
-        "well_formed": not failed and task.well_formed(episode),
+        "well_formed": episode.well_formed,
         "rounds": len(episode.rounds),
         "searches": episode.searches,
         "notes": sum(bool(call.note) for call in episode.calls),
@@ -348,15 +336,13 @@ def episode_figures(
 
 
 def trajectory_row(episode: Episode, question: Question, task: Task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more.
-
-    Few-shot examples are left out of `messages`: a row is a training row for the prompt without
-    them. request: model and sampling.
-    """
+    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more. Few-shot examples
+    are left out: it is a training row for the prompt without them."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         messages += turn_messages(turn, number, task.cfg.bare_calls)
-    failed, last = episode.end in FAILED, episode.rounds[-1] if episode.rounds else Round("")
+    last = episode.rounds[-1] if episode.rounds else Round("")
+    error = f"{episode.end}: {episode.failure}" if episode.end in FAILED else None
     return {
         "rollout_id": f"{question.id}#{episode.sample}",
         "id": question.id,
@@ -373,9 +359,9 @@ def trajectory_row(episode: Episode, question: Question, task: Task, request: di
         "answer": last.text if episode.end in ENDED else "",
         "pred": episode.prediction or "",
         "end": episode.end,
-        "error": f"{episode.end}: {episode.failure}" if failed else None,
+        "error": error,
         "metric_score": answer_metrics(episode.prediction, question.golden_answers),
-        "well_formed": not failed and task.well_formed(episode),
+        "well_formed": episode.well_formed,
         "searches": episode.searches,
         "retrieved": None if task.cfg.mcp else episode.retrieved,  # its texts have no ids
     }

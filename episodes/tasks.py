@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -69,13 +68,14 @@ class Task:
     name: str
     one_message: bool
     cap_note: str  # what a call beyond a limit is answered
-    stop: tuple[str, ...]
+    stop: tuple[str, ...] = ()
+    rules: dict[str, str]  # by EpisodeConfig.template
 
-    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, instruction: str, examples):
+    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: Sequence[list[dict]] = ()):
         """tools: RetrieverTools or MCPTools; examples: few-shot conversations."""
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
-        own = prompts.read_instruction(cfg.instruction) if cfg.instruction else instruction
-        self.instruction = own
+        self.instruction = prompts.read_instruction(cfg.instruction, self.rules[cfg.template])
+        self.stop += ("</answer>",) * cfg.stop_at_answer
         self.eos_id = prompts.eos_token_ids(tokenizer)[0]
         self.unsafe = [*TAGS, *prompts.special_strings(tokenizer)]
 
@@ -113,18 +113,13 @@ class SearchTask(Task):
     encoded with it or not.
     """
 
-    name, one_message = "search", True
+    name, one_message, stop = "search", True, ("</search>",)
+    rules = {"instruct": prompts.SEARCH_INSTRUCTION, "base": prompts.SEARCH_DIALOGUE}
     cap_note = "No further search is possible. Give the answer with what is known."
     malformed_note = (
         "Nothing was searched: a query stands between an opening and a closing search tag, in "
         "words alone."
     )
-
-    def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
-        base = cfg.template == "base"
-        instruction = prompts.SEARCH_DIALOGUE if base else prompts.SEARCH_INSTRUCTION
-        super().__init__(cfg, tokenizer, tools, instruction, examples)
-        self.stop = ("</search>", "</answer>") if cfg.stop_at_answer else ("</search>",)
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Token ids of the beginning of a conversation."""
@@ -165,11 +160,12 @@ class AgentTask(Task):
     """
 
     name, one_message = "agent", False
+    rules = {"instruct": prompts.AGENT_INSTRUCTION}
     cap_note = "error: no further calls are possible. Give the answer with what is known."
 
     def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
-        super().__init__(cfg, tokenizer, tools, prompts.AGENT_INSTRUCTION, examples)
-        self.stop = ("</answer>",) * cfg.stop_at_answer + ("}}",) * cfg.bare_calls
+        super().__init__(cfg, tokenizer, tools, examples)
+        self.stop += ("}}",) * cfg.bare_calls
         self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
 
@@ -219,25 +215,16 @@ def answer_block(text: str) -> str | None:
 def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> tuple[str, int]:
     """(the texts, joined by blank lines; the tokens of `wrap` around them, at most `limit`).
 
-    Texts are cut at their ends, the longest first; what `wrap` adds never is, and where it alone is
-    too long nothing is left of them. No more is read of a text than `limit` tokens of 16
-    characters.
+    Texts are cut at their ends, the longest first; what `wrap` adds never is. No more is read of a
+    text than `limit` tokens of 16 characters.
     """
-    texts = [text[: 16 * limit] for text in texts]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    ends = [[0, *(end for _, end in spans)] for spans in encoded["offset_mapping"]]
-    most = max(map(len, ends))  # that many tokens of every text are kept
-
-    def kept(most: int) -> int:
-        return sum(min(most, len(end) - 1) for end in ends)
-
+    most = 16 * max(limit, 0)  # characters of a text
     while True:
-        cut = [text[: end[: most + 1][-1]].rstrip() for text, end in zip(texts, ends)]
-        joined = "\n\n".join(cut).strip()
+        joined = "\n\n".join(text[:most].rstrip() for text in texts).strip()
         used = len(tokenizer(wrap(joined), add_special_tokens=False)["input_ids"])
         if used <= limit or most == 0:
             return joined, used
-        most = max(0, bisect_right(range(most), kept(most) + limit - used, key=kept) - 1)
+        most = min(most, max(map(len, texts))) * limit // used
 
 
 def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
@@ -262,19 +249,18 @@ def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
     """What the template writes around results: (end of the turn, head, between two, tail).
 
     `tail` runs up to where the model goes on. Cut out of a dummy conversation and checked on
-    others: one to three results, in a first and in a second round. DataError for a template whose
-    text depends on the history.
+    others: one to three results, in a first and in a second round.
     """
 
     def behind(*turns: list[str]) -> str:
         """What is written behind the model's last turn; turns: the results of each."""
-        messages = [{"role": "user", "content": "u0u"}]
-        for i, results in enumerate(turns):
-            messages.append({"role": "assistant", "content": f"a{i}a"})
+        messages = [{"role": "user", "content": "u"}]
+        for results in turns:
+            messages.append({"role": "assistant", "content": "a"})
             messages += [{"role": "tool", "content": result} for result in results]
         messages = messages if native else prompts.spell_tools(messages, [])
-        text = prompts.render_chat(tokenizer, messages, [SEARCH_TOOL] if native else None)
-        return prompts.without_opened_think(text).rpartition(f"a{len(turns) - 1}a")[2]
+        pieces = prompts.render_around(tokenizer, messages, [SEARCH_TOOL] if native else None)
+        return prompts.without_opened_think(pieces[-1])
 
     others = [["r1r"]], [["r1r", "r2r", "r3r"]], [["r0r"], ["r1r", "r2r"]]
     eos, pieces = tokenizer.eos_token, re.split("r1r|r2r", behind(["r1r", "r2r"]))
@@ -283,7 +269,7 @@ def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
         if all(behind(*turns) == head + between.join(turns[-1]) + tail for turns in others):
             return eos, head.removeprefix(eos), between, tail
     raise DataError(
-        f"the chat template of {tokenizer.name_or_path} writes tool results in a way that depends "
-        f"on the conversation, or does not end a turn with {eos!r}: results cannot be appended "
-        "token by token. Use a Qwen2.5, Qwen3 or other ChatML model"
+        f"the chat template of {tokenizer.name_or_path} writes results in a way that depends on "
+        f"the conversation, or does not end a turn with {eos!r}: they cannot be appended token by "
+        "token; use a Qwen2.5, Qwen3 or other ChatML model"
     )

@@ -34,7 +34,7 @@ def holds_trajectories(path: str) -> bool:
 
 def read_trajectories(path: str) -> list[dict]:
     """The rows of a file in OpenAI's form, but for arguments, which are mappings; untrained turns
-    have `weight` 0. DataError names file, line and reason."""
+    have `weight` 0."""
     rows: dict[str | int, dict] = {}
     for number, row in data.read_jsonl(path):
         id_ = row.setdefault("rollout_id", f"line {number}")
@@ -42,9 +42,9 @@ def read_trajectories(path: str) -> list[dict]:
             if not isinstance(id_, str | int) or id_ in rows:
                 raise DataError(f"rollout_id {str(id_)[:60]} must be a text that no other row has")
             row["tools"] = _listed(_json(row.get("tools")) or [])
-            row["messages"] = _chat(_listed(row.get("messages")))
             for tool in row["tools"]:
                 _function("tool", tool)
+            row["messages"] = _chat(_listed(row.get("messages")))
         except (DataError, RecursionError) as e:
             raise DataError(f"{path}:{number}: {e}") from e
         rows[id_] = row
@@ -63,8 +63,7 @@ def read_conversations(path: str) -> list[list[dict]]:
         first, *_, last = row["messages"]
         if first["role"] != "user" or last["role"] != "assistant" or is_blank(last):
             raise DataError(
-                f"{path}: {row['rollout_id']}: an example must run from a user's question to the "
-                "assistant's answer"
+                f"{path}: {row['rollout_id']}: an example must run from a question to its answer"
             )
         chats.append(row["messages"])
     return chats
@@ -86,10 +85,8 @@ def _function(what: str, value: Any) -> dict:
     """The `function` of a tool or a call."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f'a {what} must be {{"type": "function", "function": {{"name": …}}}}, not '
-            f"{str(value)[:80]}"
-        )
+        form = '{"type": "function", "function": {"name": …}}'
+        raise DataError(f"a {what} must be {form}, not {str(value)[:80]}")
     return function
 
 
@@ -140,8 +137,7 @@ def _add_message(chat: list[dict], message: dict) -> None:
             chat.append({"role": "assistant", "content": ""} | weight)
         if chat[-1].get("weight") != weight.get("weight"):
             raise DataError(
-                "an assistant's message and its tool_call differ in loss; a turn is trained as a "
-                "whole or not at all: give both the same"
+                "an assistant's message and its tool_call differ in loss; give both the same"
             )
         calls = chat[-1].setdefault("tool_calls", [])
         id_ = f"call_{len(chat)}_{len(calls)}"
@@ -150,8 +146,8 @@ def _add_message(chat: list[dict], message: dict) -> None:
     role = "tool" if role == "tool_response" else role
     if role not in ("system", "user", "assistant", "tool") or message.get("function_call"):
         raise DataError(
-            f"a message of role {role!r}: roles are system, user, assistant and tool, and calls "
-            "are tool_calls, not function_call"
+            f"a message of role {role!r}: roles are system, user, assistant and tool; calls are "
+            "tool_calls, not function_call"
         )
     kept = {k: v for k, v in message.items() if k not in ("weight", "loss", "tool_calls")}
     for key in TEXTS[2:]:
@@ -180,12 +176,8 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     return encode_messages(tokenizer, row["messages"], row["tools"], str(row.get("rollout_id")))
 
 
-Part = tuple[str | list[int], int]  # a text or its ids; whether it is trained
-
-
-def _join(tokenizer, parts: list[Part]) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)); every part is encoded alone, as rollouts are, so that no
-    token spans a border."""
+def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int], list[int]]:
+    """(token ids (T+1), loss mask (T)); encoded apart, as in rollouts: no token spans a border."""
     ids, labels = [], []
     for part, label in parts:
         if isinstance(part, str):
@@ -202,7 +194,7 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     task = kind(cfg, tokenizer, SimpleNamespace(schemas=row["tools"]))
     messages = row["messages"]
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    parts: list[Part] = [(task.encode(messages[: turns[0]]), 0)]
+    parts = [(task.encode(messages[: turns[0]]), 0)]
     for i, following in zip(turns, [*turns[1:], len(messages)]):
         own, last = int(messages[i].get("weight") != 0), i == turns[-1]
         parts.append((messages[i]["text"], own))
@@ -213,8 +205,8 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
             parts.append((task.wrap(results, task.eos_id), 0))
         elif not last:
             raise DataError(
-                f"{row['rollout_id']}: message {i} is followed by no result; a sampled turn is "
-                "kept with what was shown behind it, or the chat ends there"
+                f"{row['rollout_id']}: message {i} is followed by no result; keep what was shown, "
+                "or end the chat there"
             )
     return _join(tokenizer, parts)
 
@@ -234,7 +226,7 @@ def encode_messages(
     header = prompts.answer_header(tokenizer)
     opened = header.partition("<think>")[0]
     ends = tokenizer.convert_ids_to_tokens(prompts.eos_token_ids(tokenizer))
-    parts: list[Part] = []
+    parts = []
     for message, behind in zip((m for m in messages if m["role"] == "assistant"), pieces):
         content = prompts.without_eos(tokenizer, message["content"])
         text = prompts.defuse(prompts.turn_text(message | {"content": content}), control)
@@ -290,7 +282,7 @@ def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
     for i, row in enumerate(rows):
         groups.setdefault(CLASSES[by](row), []).append(i)
     draw = random.Random(seed)
-    kept = [draw.sample(members, min(cap, len(members))) for _, members in sorted(groups.items())]
+    kept = [draw.sample(group, min(cap, len(group))) for _, group in sorted(groups.items())]
     return [rows[i] for i in sorted(sum(kept, []))]
 
 

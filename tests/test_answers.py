@@ -707,7 +707,6 @@ def test_rows_of_episodes_are_read(tmp_path):
         messages=lambda q: [{"role": "user", "content": q}],
         tools=SimpleNamespace(schemas=[]),
         cfg=SimpleNamespace(template="instruct", mcp="", bare_calls=False),
-        well_formed=lambda e: True,
     )
     call = Call(
         "retrieve",
@@ -717,8 +716,12 @@ def test_rows_of_episodes_are_read(tmp_path):
         shown="x\n\ny",
     )
     rounds = [Round("ask", [call], "shown"), Round("<answer>Lima</answer>")]
-    answered = Episode([1], [2], [0.0], [1], 0, "answered", 0, 1, rounds, "Lima", True)
-    failed = Episode([1], [2], [0.0], [1], 0, "tool_error", 1, 1, rounds[:1], None, False, "time-out")
+    answered = Episode(
+        [1], [2], [0.0], [1], 0, "answered", 0, 1, rounds, "Lima", True, well_formed=True
+    )
+    failed = Episode(
+        [1], [2], [0.0], [1], 0, "tool_error", 1, 1, rounds[:1], None, False, "time-out"
+    )
     rows = [
         trajectory_row(e, Question("q0", "where?", ["Lima"]), task, {}) for e in (answered, failed)
     ]

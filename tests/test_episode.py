@@ -653,7 +653,7 @@ def test_other_rewards():
     assert (
         scored([r"<answer>\boxed{city of Paris}</answer>"], ["Paris"], answer_reward="f1") == 0.5
     )  # no gate
-    with pytest.raises(ValueError, match="'bleu'; there are research, em, f1"):
+    with pytest.raises(ValueError, match="'bleu'; choose one of research, em, f1"):
         reward.score_answer("a", "a", True, "bleu")
 
 

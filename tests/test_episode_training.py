@@ -526,7 +526,7 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
     monkeypatch.chdir(world)
     for more, error, reason in (
         (["qrels=[]", "episode.gold_reward=all"], config.ConfigError, r"give qrels=\[FILE"),
-        (["task=agent"], DataError, "cannot be appended token by token"),
+        (["task=agent"], DataError, "cannot be appended token by token|leaves out the message"),
         (["retriever.corpus="], config.ConfigError, "give retriever.corpus=FILE"),
         (["retriever.across_ranks=true"], config.ConfigError, "serve the index"),
         (["qrels=[dev.qrels, wrong.qrels]"], DataError, "'p99' is not in the index"),
