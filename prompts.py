@@ -42,11 +42,8 @@ def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
 
 
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn.
-
-    An example is a Turn with a `response`. The paper shows its example inside one message; shown as
-    turns of the chat a small model keeps the form far more often.
-    """
+    """The self-distillation chat (Fig. 6): the instruction, then each example (a Turn with a
+    `response`) as a turn, which keeps a small model to the form; the paper has one message."""
     messages = []
     for shown in [*examples, turn]:
         lines = ["Conversation:"] if shown.context else ["Conversation:", "(nothing yet)"]
@@ -130,10 +127,8 @@ def search_text(messages: list[dict]) -> str:
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
-    """A chat for a template without tools: schemas in the system message, calls in texts.
-
-    Results become user messages. bare: calls are the JSON alone, without tool_call tags.
-    """
+    """A chat for a template without tools: schemas in the system message, calls in texts, results
+    as user messages. bare: calls are the JSON alone."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
     form = CALL_FORM if bare else f"<tool_call>\n{CALL_FORM}\n</tool_call>"
@@ -220,15 +215,12 @@ def defuse(text: str, special: Iterable[str]) -> str:
 def render_chat(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> str:
-    """The text of a chat in the tokenizer's template: special tokens in it harmless, date pinned.
-
-    tools: JSON schemas of functions; a message may then have the role `tool`.
-    """
+    """The text of a chat in the tokenizer's template; special tokens harmless, date pinned."""
     model, special = tokenizer.name_or_path, control_strings(tokenizer)
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {model} has no chat template; use an instruct model, or add a "
-            "chat_template.jinja to its folder"
+            f"the tokenizer of {model} has no chat template; use an instruct model, or add the "
+            "file chat_template.jinja"
         )
     # A macro, because transformers hands no function of ours on to a template.
     pinned = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
@@ -279,7 +271,7 @@ def render_around(
 def _left_out(tokenizer, role: str) -> DataError:
     return DataError(
         f"the chat template of {tokenizer.name_or_path} leaves out the message of role {role}; use "
-        "a model whose template writes it"
+        "another model"
     )
 
 
@@ -349,10 +341,8 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added.
-
-    Prompt and response are encoded apart, as in a rollout, so that no token spans the border.
-    """
+    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added; encoded
+    apart, as in a rollout: no token spans the border."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

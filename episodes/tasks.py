@@ -91,9 +91,8 @@ class Task:
     def show(self, calls: list[Call], last_id: int, room: int) -> tuple[list[int], str]:
         """(ids, text) of a turn's results in `room` tokens; sets what each call has `shown`.
 
-        last_id: the turn's last token. Tags and special tokens inside documents and notes are
-        broken by a space. Documents are cut to `result_tokens` a result and to its part of the
-        room, in which later results may take what earlier ones leave.
+        last_id: the turn's last token. Tags and special tokens inside texts are broken by a space.
+        A result has `result_tokens` at most, and its part of the room that earlier ones left.
         """
         for i, call in enumerate(calls):
             texts = [call.note] if call.note else [text for _, text in call.documents]
@@ -153,10 +152,9 @@ class SearchTask(Task):
 class AgentTask(Task):
     """Hermes tool calls (Qwen2.5, Qwen3): a turn ends with EOS, results are the next user turn.
 
-    The prompt is the tokenizer's own chat template with the tools in it. Sampled turns are never
-    rendered again: what the template writes between a turn and the next is cut out of a dummy
-    conversation once (`glue`). A template that knows no tools gets them in the system message, and
-    results as user messages (prompts.spell_tools).
+    The prompt is the tokenizer's own chat template with the tools in it, or spelled out where it
+    knows none (prompts.spell_tools). Sampled turns are never rendered again: what the template
+    writes between two is cut out of a dummy conversation once (`glue`).
     """
 
     name, one_message = "agent", False
@@ -246,11 +244,8 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
 
 
 def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
-    """What the template writes around results: (end of the turn, head, between two, tail).
-
-    `tail` runs up to where the model goes on. Cut out of a dummy conversation and checked on
-    others: one to three results, in a first and in a second round.
-    """
+    """What the template writes around results: (end of the turn, head, between two, tail up to
+    where the model goes on); the same for one to three results, in a first and a second round."""
 
     def behind(*turns: list[str]) -> str:
         """What is written behind the model's last turn; turns: the results of each."""

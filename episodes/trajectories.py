@@ -168,8 +168,8 @@ def is_blank(message: dict) -> bool:
 
 
 def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a trajectory: of infer.py's rows by their sampled texts,
-    of others by the template."""
+    """(token ids (T+1), loss mask (T)): of infer.py's rows by their sampled texts, of others by the
+    template."""
     own = [m for m in row["messages"] if m["role"] == "assistant"]
     if row.get("task") in ("search", "agent") and all("text" in m for m in own):
         return encode_sampled(tokenizer, row)
