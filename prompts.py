@@ -1,14 +1,14 @@
 """Instructions, chats, chat encoding and loss masks.
 
 Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
-so that an engine computes it once for all prompts; the history is numbered question/answer pairs,
-oldest first, answers included.
+so that an engine computes it once for all.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from typing import Iterable
 
 import jinja2
@@ -26,18 +26,10 @@ Answer in exactly this form:
 <rewrite>the complete question</rewrite>"""
 
 
-def _conversation(context: list[tuple[str, str]], question: str) -> str:
-    """The history as numbered pairs (`Q1: …`, `A1: …`), then the question."""
-    lines = ["Conversation:"] + ["(nothing yet)"] * (not context)
-    for i, pair in enumerate(context, 1):
-        lines += [f"{label}{i}: {one_line(text)}" for label, text in zip("QA", pair)]
-    return "\n".join([*lines, f"Question: {one_line(question)}"])
-
-
-def read_instruction(path: str) -> str:
-    """The instruction in a text file; of the rewrite task by default."""
+def read_instruction(path: str, default: str = "") -> str:
+    """The instruction in a text file; without one the default, or that of the rewrite task."""
     if not path:
-        return INSTRUCTION
+        return default or INSTRUCTION
     text = "\n".join(line for _, line in read_lines(path)).strip()
     if not text:
         raise DataError(f"{path}: the instruction is empty; say what the model is to do")
@@ -46,7 +38,22 @@ def read_instruction(path: str) -> str:
 
 def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
     """The zero-shot user message of the task `rewrite` (the paper's Fig. 7)."""
-    return f"{instruction or INSTRUCTION}\n\n{_conversation(turn.context, turn.question)}"
+    return few_shot_prompt(turn, [], instruction)[0]["content"]
+
+
+def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
+    """The self-distillation chat (Fig. 6): the instruction, then each example (a Turn with a
+    `response`) as a turn, which keeps a small model to the form; the paper has one message."""
+    messages = []
+    for shown in [*examples, turn]:
+        lines = ["Conversation:"] if shown.context else ["Conversation:", "(nothing yet)"]
+        for i, (question, answer) in enumerate(shown.context, 1):
+            lines += [f"Q{i}: {one_line(question)}", f"A{i}: {one_line(answer)}"]
+        lines.append(f"Question: {one_line(shown.question)}")
+        messages.append({"role": "user", "content": "\n".join(lines)})
+        messages.append({"role": "assistant", "content": shown.response})
+    messages[0]["content"] = f"{instruction or INSTRUCTION}\n\n{messages[0]['content']}"
+    return messages[:-1]
 
 
 def response_text(think: str, rewrite: str) -> str:
@@ -54,38 +61,20 @@ def response_text(think: str, rewrite: str) -> str:
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
-def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The self-distillation chat (Fig. 6): the instruction once, then each example as a turn.
-
-    An example is a Turn with a `response`. The paper shows its example inside one message; as turns
-    of the chat a small model keeps the form far more often (SmolLM2-135M copies them otherwise).
-    """
-    messages = []
-    for example in examples:
-        messages += [
-            {"role": "user", "content": _conversation(example.context, example.question)},
-            {"role": "assistant", "content": example.response},
-        ]
-    messages.append({"role": "user", "content": _conversation(turn.context, turn.question)})
-    messages[0]["content"] = f"{instruction or INSTRUCTION}\n\n{messages[0]['content']}"
-    return messages
-
-
 def read_examples(path: str) -> list[Turn]:
-    """Few-shot examples: JSONL with context, question, think and rewrite."""
+    """Few-shot examples of `rewrite`: JSONL with context, question, think and rewrite."""
     examples = []
     for number, row in read_jsonl(path):
-        location = f"{path}:{number}"
+        location, name = f"{path}:{number}", f"example-{number}"
         think, rewrite = _text(row, "think", location), _text(row, "rewrite", location)
         if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
             raise DataError(
                 f"{location}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must "
-                "not be empty, and neither may hold the tags that are put around them"
+                "not be empty, and neither may hold tags"
             )
-        context, question = _context(row, location), _question(row, location)
+        asked = _context(row, location), _question(row, location)
         response = response_text(think, rewrite)
-        name = f"example-{number}"
-        examples.append(Turn(name, name, number, context, question, [], response=response))
+        examples.append(Turn(name, name, number, *asked, [], response=response))
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
     return examples
@@ -93,7 +82,7 @@ def read_examples(path: str) -> list[Turn]:
 
 # `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
 
-SEARCH_RULES = """
+SEARCH_RULES = """by thinking and by searching an encyclopedia.
 Thoughts stand between <think> and </think>: what is known, and what has to be found next.
 A search query stands between <search> and </search>: a few words, one thing at a time.
 What the search finds is then shown between <result> and </result>, which only the search engine \
@@ -103,11 +92,8 @@ Inside it the exact answer alone, a name, a date, a number, yes or no, is put in
 latex format.
 The form is: <think>…</think> <search>…</search> <result>…</result> <think>…</think>
 <answer>The answer is \\[ \\boxed{exact answer} \\]</answer>"""
-SEARCH_START = "You answer a question by thinking and by searching an encyclopedia."
-DIALOGUE_START = (
-    "A user asks an assistant, who answers by thinking and by searching an encyclopedia."
-)
-SEARCH_INSTRUCTION, SEARCH_DIALOGUE = SEARCH_START + SEARCH_RULES, DIALOGUE_START + SEARCH_RULES
+SEARCH_INSTRUCTION = "You answer a question " + SEARCH_RULES
+SEARCH_DIALOGUE = "A user asks an assistant, who answers " + SEARCH_RULES
 
 AGENT_INSTRUCTION = """\
 You answer questions with the help of a tool that searches a collection of passages; rely on what \
@@ -133,104 +119,55 @@ Its result is then shown to you between <tool_response> and </tool_response>."""
 CALL_FORM = '{"name": "…", "arguments": {…}}'
 
 
-def question_messages(
-    question: str, examples: Iterable[list[dict]], instruction: str
-) -> list[dict]:
-    """A chat: the instruction as the system message, few-shot conversations, the bare question."""
-    shown = [message for example in examples for message in example]
-    system = {"role": "system", "content": instruction}
-    return [system, *shown, {"role": "user", "content": one_line(question)}]
-
-
-def search_text(
-    question: str, examples: Iterable[list[dict]] = (), instruction: str = SEARCH_DIALOGUE
-) -> str:
-    """The `search` prompt of a model without a chat template: it ends in `Assistant:`."""
-    shown = [" ".join(f"{m['role'].capitalize()}: {m['content']}" for m in e) for e in examples]
-    return "\n".join([instruction, *shown, f"User: {one_line(question)} Assistant:"])
+def search_text(messages: list[dict]) -> str:
+    """A chat of `search` for a model without a chat template; it ends in `Assistant:`."""
+    labels = {"system": "", "user": "\nUser: "}
+    parts = [labels.get(m["role"], f" {m['role'].title()}: ") + m["content"] for m in messages]
+    return "".join(parts) + " Assistant:"
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
-    """A chat for a template without tools: schemas in the system message, calls in texts.
-
-    Results become user messages. bare: calls are the JSON alone, without tool_call tags.
-    """
+    """A chat for a template without tools: schemas in the system message, calls in texts, results
+    as user messages. bare: calls are the JSON alone."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
     form = CALL_FORM if bare else f"<tool_call>\n{CALL_FORM}\n</tool_call>"
     out: list[dict] = []
     for m in messages:
-        content = m["content"]
-        if m["role"] == "system":
+        role, content = m["role"], m["content"]
+        if role == "system":
             content += "\n\n" + TOOLS_INSTRUCTION.format(schemas=schemas, how=how, form=form)
-        for call in m.get("tool_calls", []):
-            text = call_json(call["function"]) if bare else tool_call_text(call["function"])
-            content = (content + "\n" if content else "") + text
-        if m["role"] == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
+        elif role == "assistant":
+            content = turn_text(m, bare)
+        elif role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
             if out[-1]["role"] == "user":  # parallel calls: their results share a turn
-                out[-1]["content"] += "\n" + content
-                continue
-        out.append({"role": "user" if m["role"] == "tool" else m["role"], "content": content})
+                content = out.pop()["content"] + "\n" + content
+        out.append({"role": role, "content": content})
     return out
 
 
-def call_json(function: dict) -> str:
-    """A call as JSON, {"name", "arguments"}."""
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return json.dumps(call, ensure_ascii=False)
+def call_text(name: str, arguments: dict, bare: bool = False) -> str:
+    """A call as JSON {"name", "arguments"} in the tags of the hermes form; bare: without them."""
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return text if bare else f"<tool_call>\n{text}\n</tool_call>"
 
 
-def tool_call_text(function: dict) -> str:
-    """A call in the hermes form: its JSON between tool_call tags."""
-    return f"<tool_call>\n{call_json(function)}\n</tool_call>"
+def thoughts_and_content(message: dict) -> str:
+    """An assistant's message as one text, without the calls that `tool_calls` holds as well."""
+    content, thoughts = message["content"], message.get("reasoning_content")
+    if message.get("tool_calls"):
+        content = before_calls(content).rstrip()
+    if not thoughts or "<think>" in content:
+        return content
+    return f"<think>\n{thoughts}\n</think>\n\n{content}".rstrip()
 
 
-def read_conversations(path: str) -> list[list[dict]]:
-    """Few-shot examples of `search` and `agent`: JSONL {"messages"}, from a question to its answer.
-
-    `search`: one user and one assistant message, results included. `agent`: assistant messages
-    with `tool_calls` (name, and arguments as a mapping or its JSON), messages of role `tool`, and a
-    last answer.
-    """
-    conversations = []
-    for number, row in read_jsonl(path):
-        location, messages = f"{path}:{number}", row.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            messages = []
-        conversation = []
-        for m in messages:
-            calls = {"tool_calls": mapped_calls(m, location)} if m.get("tool_calls") else {}
-            conversation.append(m | calls | ({"content": m.get("content") or ""} if calls else {}))
-        roles = [m.get("role") for m in messages]
-        texts = all(isinstance(m.get("content"), str) for m in conversation)
-        if roles[:1] != ["user"] or roles[-1] != "assistant" or not texts:
-            raise DataError(
-                f"{location}: messages must run from a user's question to the assistant's answer, "
-                f"each with role and content; the roles are {roles}"
-            )
-        conversations.append(conversation)
-    if not conversations:
-        raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
-    return conversations
-
-
-def mapped_calls(message: dict, location: str) -> list[dict]:
-    """A message's `tool_calls` as templates take them: OpenAI's form has arguments as JSON text."""
-    calls = []
-    for call in message["tool_calls"]:
-        try:
-            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
-            name = arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise DataError(
-                f"{location}: a tool call needs a function with a name and arguments, a mapping or "
-                f"its JSON text, not {str(call)[:80]}"
-            )
-        calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
-    return calls
+def turn_text(message: dict, bare: bool = False) -> str:
+    """What an assistant's message says: thoughts, content and calls."""
+    content = thoughts_and_content(message)
+    calls = [call_text(**call["function"], bare=bare) for call in message.get("tool_calls", [])]
+    return "\n".join([content, *calls] if content else calls)
 
 
 def outside_thoughts(text: str) -> str:
@@ -241,11 +178,30 @@ def outside_thoughts(text: str) -> str:
 
 
 def before_calls(text: str) -> str:
-    """A turn up to its first tool call outside of the thinking."""
-    return re.match(r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>).)*", text, re.DOTALL).group()
+    """A turn up to its first call outside of the thinking."""
+    said = r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>|<search>).)*"
+    return re.match(said, text, re.DOTALL).group()
 
 
 TEMPLATE_DATE = "01 Jan 2025"  # pinned: some templates (Llama 3) print today's date
+FORM_TAGS = {
+    f"<{slash}{name}>"
+    for name in ("think", "rewrite", "search", "result", "answer")
+    for slash in ("", "/")
+}
+
+
+def special_strings(tokenizer) -> list[str]:
+    """Every string that the tokenizer makes one added token of, special or not."""
+    # Llama 3's header tokens are special without a role, so all_special_tokens lacks them.
+    added = tokenizer.added_tokens_decoder.values()
+    return sorted({*tokenizer.all_special_tokens, *(t.content for t in added)})
+
+
+def control_strings(tokenizer) -> list[str]:
+    """Those that the tokenizer calls special, without the tags of responses."""
+    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
 
 def defuse(text: str, special: Iterable[str]) -> str:
@@ -256,57 +212,21 @@ def defuse(text: str, special: Iterable[str]) -> str:
     return text
 
 
-def defuse_message(message: dict, special: Iterable[str]) -> dict:
-    """`defuse` of a message's texts and of the arguments of its calls."""
-    out = dict(message)
-    for key in ("content", "reasoning_content"):
-        if isinstance(out.get(key), str):
-            out[key] = defuse(out[key], special)
-    if out.get("tool_calls"):
-        calls = json.dumps(out["tool_calls"], ensure_ascii=False)
-        out["tool_calls"] = json.loads(defuse(calls, special))
-    return out
-
-
-def special_strings(tokenizer) -> list[str]:
-    """Every string that the tokenizer makes one added token of, special or not."""
-    # Llama 3's header tokens are special without a role, so all_special_tokens lacks them.
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    return sorted({*tokenizer.all_special_tokens, *added})
-
-
-FORM = ("think", "rewrite", "search", "result", "answer")
-FORM_TAGS = {f"<{slash}{name}>" for name in FORM for slash in ("", "/")}
-
-
-def control_strings(tokenizer) -> list[str]:
-    """The added tokens that the tokenizer calls special, without the tags of responses."""
-    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
-
-
 def render_chat(
-    tokenizer, chat: str | list[dict], tools: list[dict] | None = None, answer_next: bool = True
+    tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> str:
-    """The text of a chat (a user's text, or messages) in the tokenizer's template.
-
-    Special-token strings inside the texts are made harmless; the date is pinned. tools: JSON
-    schemas of functions; assistant messages may then carry `tool_calls`, and messages of role
-    `tool` hold results. DataError: a tokenizer without a chat template, or one that refuses such
-    messages.
-    """
+    """The text of a chat in the tokenizer's template; special tokens harmless, date pinned."""
+    model, special = tokenizer.name_or_path, control_strings(tokenizer)
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template; use an instruct "
-            "model, or add a chat_template.jinja to its folder"
+            f"the tokenizer of {model} has no chat template; use an instruct model, or add the "
+            "file chat_template.jinja"
         )
-    special = control_strings(tokenizer)
-    chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     # A macro, because transformers hands no function of ours on to a template.
     pinned = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
     try:
         return tokenizer.apply_chat_template(
-            [defuse_message(m, special) for m in chat],
+            [m | {"content": defuse(m["content"], special)} for m in messages],
             tools=tools,
             chat_template=pinned + tokenizer.get_chat_template(tools=tools),
             tokenize=False,
@@ -315,39 +235,58 @@ def render_chat(
             enable_thinking=False,
         )
     except jinja2.TemplateError as e:
-        roles = ", ".join(m["role"] for m in chat)
+        roles = ", ".join(m["role"] for m in messages)
         raise DataError(
-            f"the chat template of {tokenizer.name_or_path} refuses these messages ({roles}): {e}; "
-            "use a model whose template takes them"
+            f"the chat template of {model} refuses these messages ({roles}): {e}; use another model"
         ) from e
 
 
-def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of `render_chat`; the template writes BOS itself where the model wants one.
+def answer_header(tokenizer) -> str:
+    """What the template writes where an answer begins."""
+    chat = [{"role": "user", "content": "u"}]
+    asked = render_chat(tokenizer, chat, answer_next=False)
+    return render_chat(tokenizer, chat).removeprefix(asked)
 
-    What examples answered stands there as it is, although some templates cut the thoughts off
-    earlier turns. DataError for a template that leaves out another message (the system's, say).
+
+def render_around(
+    tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
+) -> list[str]:
+    """The text of a chat around the assistant's turns: what stands before each, behind the last.
+
+    The template sees random placeholders, because some cut the thoughts off earlier turns.
     """
+    chat, marks = [], []
+    for m in messages:
+        if m["role"] == "assistant":
+            marks.append(secrets.token_hex(16))
+            m = {"role": "assistant", "content": marks[-1]}
+        chat.append(m)
+    text = render_chat(tokenizer, chat, tools, answer_next)
+    pieces = re.split("|".join(marks), text) if marks else [text]
+    if len(pieces) <= len(marks):
+        raise _left_out(tokenizer, "assistant")
+    return pieces
+
+
+def _left_out(tokenizer, role: str) -> DataError:
+    return DataError(
+        f"the chat template of {tokenizer.name_or_path} leaves out the message of role {role}; use "
+        "another model"
+    )
+
+
+def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids of a user's text or of messages; the template writes BOS where a model wants it."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
-    contents = [defuse(m["content"], special) for m in chat]
-    mark = "\ue000"
-    while any(mark in content for content in contents):  # a placeholder is in none of the texts
-        mark += "\ue000"
-    marks = [f"{mark}{i}\ue001" if m["role"] == "assistant" else None for i, m in enumerate(chat)]
-    marked = [m | {"content": own} if own else m for m, own in zip(chat, marks)]
-    text = render_chat(tokenizer, marked, tools)
-    for own, content in zip(marks, contents):
-        text = text.replace(own, content) if own else text
-    if len(chat) > 1:
-        shown = "".join(text.split())
-        lost = [m for m, content in zip(chat, contents) if "".join(content.split()) not in shown]
-        if 0 < len(lost) < len(chat):  # all: a template that is a constant, on purpose
-            raise DataError(
-                f"the chat template of {tokenizer.name_or_path} leaves out the message of role "
-                f"{lost[0]['role']} ({lost[0]['content'][:40]!r}…); use a model whose template "
-                "writes it"
-            )
+    turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
+    pieces = render_around(tokenizer, chat, tools)
+    text = "".join(piece + turn for piece, turn in zip(pieces, [*turns, ""]))
+    shown = "".join(text.split())
+    others = [m for m in chat if m["role"] != "assistant"]
+    lost = [m for m in others if "".join(defuse(m["content"], special).split()) not in shown]
+    if 0 < len(lost) < len(others):  # all: a template that is a constant, on purpose
+        raise _left_out(tokenizer, lost[0]["role"])
     return tokenizer(without_opened_think(text), add_special_tokens=False)["input_ids"]
 
 
@@ -368,21 +307,19 @@ def encode_text(tokenizer, text: str) -> list[int]:
 def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
     """Ids that end a response: the tokenizer's own, then the generation config's (int or list)."""
     listed = getattr(generation_config, "eos_token_id", None)
-    listed = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
-    ids = ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]) + listed
+    ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+    ids = [i for i in dict.fromkeys(ids) if i is not None]
     if not ids:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no EOS token; responses would never "
-            "end: set eos_token"
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token, so that responses never "
+            "end; set eos_token"
         )
-    return list(dict.fromkeys(ids))
+    return ids
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none.
-
-    vocabulary: number of embeddings; a pad token beyond them, which some tokenizers have, is none.
-    """
+    """What fills the unused part of a row: the pad token, or EOS where there is none, or none among
+    the `vocabulary` embeddings."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
@@ -390,12 +327,8 @@ def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -
 def decode_response(tokenizer, response_ids: list[int]) -> str:
     """The text of a sampled response without special tokens, but for tags of the form."""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    if FORM_TAGS & set(special.values()):
-        kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
-        return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return tokenizer.decode(
-        response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
+    return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def without_eos(tokenizer, text: str) -> str:
@@ -408,11 +341,8 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added.
-
-    Prompt and response are encoded apart and joined, as a rollout is, so that no token spans the
-    border. An EOS spelled out behind the response goes; other special tokens in it are broken.
-    """
+    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added; encoded
+    apart, as in a rollout: no token spans the border."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

@@ -1,11 +1,4 @@
-"""Opening a sampling engine, the training batch, the check that the engine has the policy's
-weights.
-
-`TorchEngine` is plain PyTorch over a transformers model; `VLLMEngine` is vLLM in this process.
-Engines see token ids only, and sampled ids are never encoded again.
-
-Shapes: B sequences, T predicted positions.
-"""
+"""Engines, the training batch, the engine gap. Shapes: B sequences, T predicted positions."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import check_ranges
@@ -27,29 +21,22 @@ from packing import one_thread
 
 
 class EngineGap(RuntimeError):
-    """The engine's log-probabilities are not the trainer's: it samples from another policy."""
+    """The engine samples from another policy than the trainer's."""
 
     exit_status = 3
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for engine settings that cannot work with torchrun's processes; loads nothing.
-
-    `equal_calls`: whether all processes call the engine equally often, as sharing one demands
-    (episodes do not).
-    """
+    """Raise for settings that cannot work; equal_calls: all processes call it equally often."""
     check_ranges(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
-    if world % cfg.tensor_parallel:
-        rule = f"a divisor of the {world} processes"
-    elif shared and cfg.kind != "vllm":
-        rule = "1 unless engine.kind=vllm"
-    elif shared and not equal_calls:
-        rule = "1 for episodes, whose numbers of turns differ"
-    else:
-        rule = ""
-    if rule:
-        raise RolloutError(f"engine.tensor_parallel={cfg.tensor_parallel}: it has to be {rule}")
+    for wrong, rule in (
+        (world % cfg.tensor_parallel, f"a divisor of the {world} processes"),
+        (shared and cfg.kind != "vllm", "1 unless engine.kind=vllm"),
+        (shared and not equal_calls, "1 for episodes, whose numbers of turns differ"),
+    ):
+        if wrong:
+            raise RolloutError(f"engine.tensor_parallel={cfg.tensor_parallel} has to be {rule}")
     if cfg.kind == "vllm":
         check_vllm()
 
@@ -68,20 +55,16 @@ def open_engine(
 ) -> TorchEngine | VLLMEngine:
     """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
 
-    `max_length`: tokens of a prompt and its response at most (None: as many as the model has
-    positions); `seed`: of draws without one of their own. Without `weights` only config.json is
-    read: the first `sync_weights` brings them. An adapter's folder means its merged weights.
+    `max_length`: tokens of a prompt and its response; `seed`: of draws without one of their own.
+    Without `weights` the first `sync_weights` brings them. An adapter means its merged weights.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder
-    merged = weights and base != model_folder
+    shared = eos_ids, pad_id, tokenizer, cfg.batch, max_length
     if cfg.kind == "vllm":
-        engine = VLLMEngine(
-            *(base, eos_ids, pad_id, tokenizer, cfg.batch, max_length, dtype, seed),
-            gpu_memory=cfg.gpu_memory,
-            tensor_parallel=cfg.tensor_parallel,
-            weights=weights and not merged,
-        )
+        merged = weights and base != model_folder
+        memory = {"gpu_memory": cfg.gpu_memory, "tensor_parallel": cfg.tensor_parallel}
+        engine = VLLMEngine(base, *shared, dtype, seed, weights=weights and not merged, **memory)
         if merged:
             model = load_causal_lm(model_folder, dtype)
             engine.sync_weights((name, p.detach()) for name, p in model.named_parameters())
@@ -90,32 +73,27 @@ def open_engine(
             model = load_causal_lm(model_folder, dtype, device)
         else:
             devices = [device] if torch.device(device).type == "cuda" else []
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False)
             with torch.random.fork_rng(devices), torch.device(device):
-                model = AutoModelForCausalLM.from_config(
-                    AutoConfig.from_pretrained(base, trust_remote_code=False), dtype=dtype
-                )
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             model = prepare_causal_lm(model, base)
-        engine = TorchEngine(
-            model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile
-        )
+        engine = TorchEngine(model, *shared, compiled=cfg.compile)
     if cfg.gap_limit is not None:
         engine.gap_limit = cfg.gap_limit
     return engine
 
 
 def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
-    """Raise EngineGap where the engine's and the trainer's log-probabilities differ too much.
+    """Raise EngineGap where the mean |difference| to the trainer's log-probabilities is too large.
 
-    mean, maximum: of |difference| in nats over a step's sampled tokens; limit: an engine's
-    `gap_limit`, on the mean. Rounding shows a mean near 0.05 in bfloat16 and 1e-5 in float32; stale
-    weights or a stale prefix cache 0.9 and more.
+    In nats over a step's sampled tokens: rounding shows a mean near 0.05 in bfloat16 and 1e-5 in
+    float32, stale weights or a stale prefix cache 0.9 and more.
     """
     if not mean <= limit:  # a NaN too
         raise EngineGap(
             f"the engine's log-probabilities differ from the trainer's by {mean:.4g} nats on "
-            f"average (at most {maximum:.4g}), the limit is {limit:.4g}: it samples from other "
-            "weights or at another temperature. Mend the weight sync; where its arithmetic is "
-            "known to be coarser, raise engine.gap_limit"
+            f"average (at most {maximum:.4g}), the limit is {limit:.4g}: mend the weight sync, or "
+            "raise engine.gap_limit where its arithmetic is known to be coarser"
         )
 
 
@@ -135,7 +113,6 @@ class RolloutBatch:
         return len(self.tokens)
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """The same batch on another device."""
         return RolloutBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def select(self, rows: Tensor) -> RolloutBatch:
@@ -156,37 +133,32 @@ class RolloutBatch:
 def collate_rollouts(
     rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int
 ) -> RolloutBatch:
-    """The batch of B rollouts and their B advantages; RolloutError where lengths don't fit."""
+    """The batch of B rollouts and their B advantages."""
     if not rollouts or len(rollouts) != len(advantages):
         raise RolloutError(
-            f"{len(rollouts)} rollouts and {len(advantages)} advantages: a batch needs at least "
-            "one rollout, and one advantage for each"
+            f"{len(rollouts)} rollouts, {len(advantages)} advantages: a batch needs one for each"
         )
-    width = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
-    tokens = torch.full((len(rollouts), width), pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(tokens)
-    loss_mask = torch.zeros(len(rollouts), width - 1)
-    logprobs = torch.zeros(len(rollouts), width - 1)
     for i, r in enumerate(rollouts):
-        p, n = len(r.prompt_ids), len(r.response_ids)
-        if p == 0 or len(r.logprobs) != n or len(r.loss_mask) != n:
+        sizes = [len(x) for x in (r.prompt_ids, r.response_ids, r.logprobs, r.loss_mask)]
+        if sizes[0] == 0 or len(set(sizes[1:])) > 1:
             raise RolloutError(
-                f"rollout {i}: {p} prompt ids, {n} response ids, {len(r.logprobs)} "
-                f"log-probabilities, {len(r.loss_mask)} mask entries: the last three must agree, "
-                "and a prompt is needed"
+                f"rollout {i}: {sizes} prompt ids, response ids, log-probabilities, mask entries: "
+                "the last three must agree, and a prompt is needed"
             )
-        tokens[i, : p + n] = torch.tensor(r.prompt_ids + r.response_ids)
-        attention_mask[i, : p + n] = 1
-        mask = torch.tensor(r.loss_mask, dtype=torch.float32)
-        loss_mask[i, p - 1 : p - 1 + n] = mask  # the token at p + j is predicted at entry p + j - 1
-        logprobs[i, p - 1 : p - 1 + n] = torch.where(
-            mask > 0, torch.tensor(r.logprobs, dtype=torch.float32), 0.0
-        )
+
+    def padded(rows: list[list], dtype: torch.dtype, value: float = 0) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, value)
+
+    ids = [r.prompt_ids + r.response_ids for r in rollouts]
+    # Entry t predicts token t + 1, the response's first at the prompt's last.
+    shown = [[0] * (len(r.prompt_ids) - 1) for r in rollouts]
+    loss_mask = padded([s + r.loss_mask for s, r in zip(shown, rollouts)], torch.float32)
+    logprobs = padded([s + r.logprobs for s, r in zip(shown, rollouts)], torch.float32)
     return RolloutBatch(
-        tokens,
-        attention_mask,
+        padded(ids, torch.int64, pad_id),
+        padded([[1] * len(row) for row in ids], torch.int64),
         loss_mask,
-        logprobs,
+        torch.where(loss_mask > 0, logprobs, 0.0),
         torch.as_tensor(advantages, dtype=torch.float32).detach().clone(),
         torch.tensor([len(r.prompt_ids) for r in rollouts]),
         torch.tensor([r.group_id for r in rollouts]),

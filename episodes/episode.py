@@ -1,30 +1,10 @@
 """Episodes of the tasks `search` and `agent`: sample, carry out what is asked for, show it, go on.
 
-Training, validation and inference share `run_episodes`. Of an engine it uses only
-`generate(prompts, samplings)`; what the texts mean is told by a task (episodes/tasks.py).
-
-An episode is one growing list of token ids with a mask and log-probabilities beside it. What the
-model sampled is appended as sampled and never encoded again; what is shown to it is encoded alone,
-and takes part in no loss, KL, entropy or denominator:
-
-    mask 0   prompt; results, notes and the template's text around them; a forced end
-    mask 1   sampled text with its stop string and what shares its last token; a sampled EOS
-
-One round:
-1. All active episodes are sampled together, each with its remaining budget. A turn ends at EOS or
-   at a stop string, which is matched on decoded text because a tag has many tokenisations.
-2. All searches of the round are one call of the tools, with a time-out. A failed search ends its
-   episode as `tool_error`: it is left out and counted, never scored.
-3. Results are cut to the room that is left and appended.
-A malformed query, an invalid call, a call beyond a limit and a search whose result would find no
-room are answered with a note that the model reads.
-
-An answer inside a think block is no answer and ends nothing. In `search` an answer ends the
-episode, and a query counts wherever it stands, as in ReSearch (in a think block the form is then
-wrong). In `agent` a turn without a call is the last, and a call counts even beside an answer.
-
-End states (`Episode.end`): answered; no_answer (it ended without one); length (no room); rounds (no
-turn left); engine_error and tool_error (technical).
+An episode is one growing list of token ids with a mask beside it. What the model sampled stays as
+sampled (mask 1); what is shown to it, results and notes, is encoded alone and takes part in no
+loss, KL, entropy or denominator (mask 0). What the texts mean is told by a task (tasks.py): in
+`search` an answer is the end, and a query counts wherever it stands, as in ReSearch; in `agent` a
+turn without a call is the last. An answer inside a think block ends nothing.
 """
 
 from __future__ import annotations
@@ -37,86 +17,48 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
-import data
-from config import ConfigError, above, at_least, between
+from config import ConfigError
 from data import Question, read_corpus
 from engines.base import Rollout, RolloutError, Sampling
-from episodes.tasks import AgentTask, SearchTask, Task
+from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, Task, answer_block
 from episodes.tools import Call, MCPTools, RetrieverTools
-from prompts import before_calls, read_conversations
+from episodes.trajectories import read_conversations
+from prompts import before_calls, call_text, read_instruction
 from retriever import RetrieverConfig, open_retriever
 from reward import all_gold, answer_metrics, gold_recall, score_answer
-from runs import atomic_write
+from runs import read_json
 from search.passages import PassageIds, Texts
 
-ANSWERED, NO_ANSWER, LENGTH, ROUNDS = "answered", "no_answer", "length", "rounds"
-ENDED = (ANSWERED, NO_ANSWER)  # the model itself brought the episode to an end
-FAILED = ("engine_error", "tool_error")  # left out, not scored
-END_STATES = (ANSWERED, NO_ANSWER, LENGTH, ROUNDS, *FAILED)
+ENDED = ("answered", "no_answer")  # the model itself ended the episode
+FAILED = ("engine_error", "tool_error")  # technical: left out and counted, never scored
+END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length, rounds: no token, no turn was left
 LEAST_ROOM = 64  # tokens; a search whose result has less room is not made: tags and notes need 60
-
-
-@dataclass
-class EpisodeConfig:
-    top_k: Annotated[int, at_least(1)] = 5
-    """passages a search shows"""
-    max_rounds: Annotated[int, at_least(1)] = 10
-    """turns of the model; an episode that still asks for a search in its last ends as `rounds`"""
-    max_calls: Annotated[int, at_least(1)] = 10
-    """searches (tool calls) of an episode that are carried out; the ones after it get a note"""
-    calls_per_round: Annotated[int, at_least(1)] = 4
-    """agent: calls of one turn that are carried out; the others get a note"""
-    result_tokens: Annotated[int, at_least(32)] = 512
-    """tokens of one result at most, tags included; documents are cut to fit, the longest first"""
-    answer_share: Annotated[float, between(0, 0.9)] = 0.125
-    """part of max_response_tokens that results never take: it is left for the answer"""
-    turn_tokens: Annotated[int | None, at_least(1)] = None
-    """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
-    at_cap: Literal["note", "stop"] = "note"
-    """a call beyond max_calls gets a note, or it ends the episode as `rounds`"""
-    stop_at_answer: bool = False
-    """end an episode at </answer>, with an untrained EOS: for models that never learnt to stop"""
-    bare_calls: bool = False
-    """agent: calls are bare JSON, ended by `}}`, for a model that was never taught the tool_call
-    tags; its trajectories are written with them"""
-    template: Literal["instruct", "base"] = "instruct"
-    """search: a chat (instruct), or one string for a model without a chat template (base)"""
-    instruction: str = ""
-    """text file with rules to use in place of those of prompts.py"""
-    mcp: str = ""
-    """agent: MCP server with the tools, a URL or a command; empty: the retriever"""
-    timeout: Annotated[float, above(0)] = 60.0
-    """seconds for the searches of a round; those that take longer have failed"""
-    answer_reward: Literal["auto", "research", "em", "f1"] = "auto"
-    """what an answer earns (reward.score_answer); auto: research for `search`, f1 for `agent`"""
-    gold_reward: Literal["none", "recall", "all"] = "none"
-    """what retrieved gold passages add: nothing, their share, or 1 for all of them (needs qrels)"""
-    gold_weight: Annotated[float, above(0)] = 0.5
-    """weight of gold_reward beside the answer's"""
 
 
 def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
     """ConfigError for settings that cannot work; loads nothing. budget: max_response_tokens."""
     room = budget - int(cfg.answer_share * budget)
+    if cfg.instruction:
+        read_instruction(cfg.instruction)
     if room < 2 * LEAST_ROOM:
-        raise ConfigError(
-            f"max_response_tokens={budget} leaves {room} tokens beside the answer's part "
-            f"(episode.answer_share={cfg.answer_share:g}); a query and its result need "
-            f"{2 * LEAST_ROOM}: raise max_response_tokens, or lower the share"
+        problem = (
+            f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
+            f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
+            "lower the other"
         )
-    if cfg.instruction and not os.path.isfile(cfg.instruction):
-        raise ConfigError(f"episode.instruction={cfg.instruction} is no file; give a text file")
-    if task != "agent" and cfg.mcp:
-        raise ConfigError("episode.mcp is for task=agent; task=search asks the retriever")
-    if task == "agent" and cfg.template == "base":
-        raise ConfigError("episode.template=base is for task=search; agent needs a chat template")
-    if cfg.mcp and cfg.gold_reward != "none":
-        raise ConfigError(
-            "episode.gold_reward needs the ids of what was found, which an MCP server does not "
-            "tell; use the retriever in process (mcp empty), or gold_reward=none"
+    elif task != "agent" and cfg.mcp:
+        problem = "episode.mcp is for task=agent; leave it empty"
+    elif task == "agent" and cfg.template == "base":
+        problem = "episode.template=base is for task=search; agent needs a chat template"
+    elif cfg.mcp and cfg.gold_reward != "none":
+        problem = (
+            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
+            "leave one of them empty"
         )
+    else:
+        return
+    raise ConfigError(problem)
 
 
 @dataclass
@@ -140,16 +82,12 @@ class Episode(Rollout):
     prediction: str | None = None  # the extracted answer
     ended: bool = False  # by the tokenizer's own EOS, or a forced one
     failure: str = ""  # why it is one of FAILED
+    well_formed: bool = False  # it keeps its task's form
 
     @property
     def left(self) -> int:
         """Tokens of the budget that are left."""
         return self.budget - len(self.response_ids)
-
-    @property
-    def turns(self) -> list[str]:
-        """What the model wrote."""
-        return [r.text for r in self.rounds]
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
@@ -166,6 +104,11 @@ class Episode(Rollout):
         return [call for r in self.rounds for call in r.calls]
 
     @property
+    def searches(self) -> int:
+        """Calls that were carried out."""
+        return sum(call.done for call in self.calls)
+
+    @property
     def retrieved(self) -> list[str]:
         """Ids of the passages that the episode was shown, each once, in order."""
         shown = [call for r in self.rounds if r.injected for call in r.calls if call.shown]
@@ -173,7 +116,6 @@ class Episode(Rollout):
         return list(dict.fromkeys(ids))
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
-        """The only place where an episode grows."""
         self.response_ids += ids
         self.logprobs += logprobs
         self.loss_mask += [mask] * len(ids)
@@ -190,8 +132,7 @@ def run_episodes(
     """Episodes of every prompt (token ids), a prompt's samples side by side, group_id its index.
 
     `max_tokens` of a sampling is the episode's whole budget, injected tokens included. context:
-    positions of the model, prompt included. `progress(finished, total, 0.0)` is called after every
-    round. Raises RolloutError for a prompt that leaves no room, and what the engine raises.
+    positions of the model. `progress(finished, total, 0.0)` is called after every round.
     """
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     episodes = []
@@ -211,12 +152,16 @@ def run_episodes(
         if not active:
             break
         final = number + 1 == task.cfg.max_rounds
-        sampled = _sample(engine, active, samplings, number, task)
-        pairs = zip(active, sampled, strict=True)
-        asking = [e for e, rollout in pairs if _read_turn(e, rollout, final, task)]
+        turns = _sample(engine, active, samplings, number, task)
+        for episode, turn in zip(active, turns, strict=True):
+            trained = int(turn.end != "engine_error")
+            episode.append(turn.response_ids, turn.logprobs, mask=trained)
+            _read_turn(episode, turn, final, task)
+        asking = [e for e in active if e.rounds[-1].calls and not e.end]
         task.tools.run([call for e in asking for call in e.rounds[-1].calls if not call.note])
         for episode in asking:
-            _append_results(episode, task)
+            ids = _show_results(episode, task)
+            episode.append(ids, [0.0] * len(ids), mask=0)
         active = [e for e in active if not e.end]
         if progress is not None:
             progress(len(episodes) - len(active), len(episodes), 0.0)
@@ -228,9 +173,8 @@ def _sample(
 ) -> list[Rollout]:
     """The next turn of every active episode, in their order.
 
-    In the first round the samples of a prompt are one request. After it each has a conversation of
-    its own, and a seed made of the prompt and its seed: draws depend neither on what else is
-    sampled nor on the process.
+    In the first round the samples of a prompt are one request. After it each is its own, with a
+    seed made of the prompt and its seed: draws do not depend on what else is sampled.
     """
     active = active if number else [e for e in active if e.sample == 0]
     requests = []
@@ -244,50 +188,48 @@ def _sample(
     return engine.generate([e.prompt_ids + e.response_ids for e in active], requests)
 
 
-def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> bool:
-    """Append a sampled turn and read it: does it ask for something?
+def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> None:
+    """Read a turn that was appended. It asks for something (`calls`), or the episode has ended, or
+    it goes on in the next round, because it was stopped at a text that ends nothing.
 
-    Otherwise the episode has ended, or the turn goes on in the next round, because it was stopped
-    at an `</answer>` that ends nothing. final: no round is left.
+    final: no round is left.
     """
+    ids, eos = sampled.response_ids, sampled.end == "eos"
     if not episode.rounds or episode.rounds[-1].injected:
-        before = len(episode.prompt_ids) + len(episode.response_ids)
+        before = len(episode.prompt_ids) + len(episode.response_ids) - len(ids)
         episode.rounds.append(Round("", prompt_tokens=before))
-    turn, failed, eos = episode.rounds[-1], sampled.end == "engine_error", sampled.end == "eos"
-    episode.append(sampled.response_ids, sampled.logprobs, int(not failed))
-    turn.text += task.decode(sampled.response_ids[:-1] if eos else sampled.response_ids)
-    turn.completion_tokens += len(sampled.response_ids)
-    if failed:
-        episode.end, episode.failure = "engine_error", "the engine's logits were no numbers"
-    elif sampled.end == "length":
-        episode.end = LENGTH
-    elif sampled.end == "stop" and task.unfinished(episode.turns):
-        episode.end = ROUNDS if final else ""
-    elif calls := task.read(episode.turns):
+    turn = episode.rounds[-1]
+    turn.text += task.tokenizer.decode(
+        ids[:-1] if eos else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    turn.completion_tokens += len(ids)
+    if sampled.end in ("length", "engine_error"):
+        episode.end = sampled.end
+        episode.failure = "the engine's logits were no numbers" if episode.end in FAILED else ""
+        return
+    stopped = sampled.end == "stop"
+    said = "".join(r.text for r in episode.rounds) if task.one_message else turn.text
+    calls, block = task.read(said, turn.text, stopped), answer_block(said)
+    if calls or (stopped and block is None):
         _limit_calls(episode, calls, task)
-        episode.end = ROUNDS if final else episode.end
-        return not episode.end
-    else:
-        if not eos and task.cfg.stop_at_answer:  # a forced EOS: the model did not write it
-            episode.append([task.eos_id], [0.0], 0)
-        episode.ended = episode.response_ids[-1] == task.eos_id
-        episode.prediction = task.answer(episode.turns)
-        episode.end = NO_ANSWER if episode.prediction is None else ANSWERED
-    return False
+        turn.calls, episode.end = calls, "rounds" if final else ""
+        return
+    if stopped and task.cfg.stop_at_answer:  # a forced EOS: the model did not write it
+        episode.append([task.eos_id], [0.0], mask=0)
+    episode.ended = episode.response_ids[-1] == task.eos_id
+    episode.prediction = None if block is None else task.answer(block)
+    episode.end = "no_answer" if episode.prediction is None else "answered"
+    episode.well_formed = task.well_formed(episode)
 
 
 def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
-    """Give the last turn its calls, those beyond a limit with a note in place of a search."""
-    cfg, used = task.cfg, sum(call.done for call in episode.calls)
-    good = [call for call in calls if not call.note]
-    episode.rounds[-1].calls = calls
-    if cfg.at_cap == "stop" and used + min(len(good), cfg.calls_per_round) > cfg.max_calls:
-        episode.end = ROUNDS
-    for i, call in enumerate(good):
-        if used + i >= cfg.max_calls or _room(episode, task) < LEAST_ROOM:
+    """Give the calls beyond a limit a note in place of a search."""
+    left = task.cfg.max_calls - episode.searches if _room(episode, task) >= LEAST_ROOM else 0
+    for i, call in enumerate(call for call in calls if not call.note):
+        if i >= left:
             call.note = task.cap_note
-        elif i >= cfg.calls_per_round:
-            call.note = f"Not carried out: one turn may hold {cfg.calls_per_round} calls."
+        elif i >= task.cfg.calls_per_round:
+            call.note = f"Not carried out: one turn may hold {task.cfg.calls_per_round} calls."
 
 
 def _room(episode: Episode, task: Task) -> int:
@@ -295,19 +237,20 @@ def _room(episode: Episode, task: Task) -> int:
     return episode.left - int(task.cfg.answer_share * episode.budget)
 
 
-def _append_results(episode: Episode, task: Task) -> None:
-    """Append what a turn asked for, unless not even one token would be left behind it."""
+def _show_results(episode: Episode, task: Task) -> list[int]:
+    """The tokens of what the last turn asked for; none where that ended the episode: a search
+    failed, or no token would be left behind them."""
     turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
         episode.end, episode.failure = "tool_error", failure
-        return
+        return []
     room = max(_room(episode, task), LEAST_ROOM)  # a note may take from the answer's part
     ids, text = task.show(turn.calls, episode.response_ids[-1], room)
     if len(ids) >= episode.left:
-        episode.end = LENGTH
-        return
-    episode.append(ids, [0.0] * len(ids), 0)
+        episode.end = "length"
+        return []
     turn.injected = text
+    return ids
 
 
 # --------------------------------------------------------------------------------- opening a task
@@ -316,25 +259,18 @@ def _append_results(episode: Episode, task: Task) -> None:
 def open_task(
     name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConfig, examples: str = ""
 ) -> Task:
-    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations.
-
-    ConfigError or DataError: no passage texts (retriever.corpus), another corpus than the index was
-    built from, an MCP server that does not answer, a chat template that tool results cannot be cut
-    out of.
-    """
-    if retriever.across_ranks and not cfg.mcp:
+    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations."""
+    kind = {"search": SearchTask, "agent": AgentTask}[name]
+    if not cfg.mcp and retriever.across_ranks:
         raise ConfigError(
-            "retriever.across_ranks=true needs every rank to search at the same time, and in "
-            f"task={name} ranks have different numbers of rounds; serve the index (serve.py, "
-            "retriever.kind=remote), or set it to false"
+            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
+            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
         )
-    if not retriever.corpus and not cfg.mcp:
+    if not cfg.mcp and not retriever.corpus:
         raise ConfigError(
-            f"task={name} shows passages to the model: give retriever.corpus=FILE, which the "
-            "index was built from"
+            f"task={name} shows passages: give retriever.corpus=FILE, which the index is made of"
         )
     shown = read_conversations(examples) if examples else []
-    kind = {"search": SearchTask, "agent": AgentTask}[name]
     if cfg.mcp:
         return kind(cfg, tokenizer, MCPTools(cfg.mcp, cfg.timeout), shown)
     opened = open_retriever(retriever)
@@ -346,25 +282,28 @@ def open_task(
     return kind(cfg, tokenizer, tools, shown)
 
 
-# --------------------------------------------------------------------------------------- rewards
+def other_task(folder: str, task: str, template: str) -> str:
+    """What a model's folder says it was trained with where that is another prompt, else ""."""
+    trained = read_json(os.path.join(folder, "task.json"))
+    own = {"task": task} | ({"template": template} if task == "search" else {})
+    return "" if trained is None or own.items() <= trained.items() else json.dumps(trained)
+
+
+# --------------------------------------------------------------------------- rewards and figures
 
 
 def episode_reward(
     episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
 ) -> float | None:
-    """What an episode earns for its answer (score_answer) and for retrieved gold passages.
-
-    The second part is for well-formed episodes (`research`), or those with an answer, alone. None
-    for an episode that failed for a technical reason: it is left out and counted.
-    """
+    """What an episode earns for its answer (score_answer) and, where it is well formed (`research`)
+    or has an answer, for retrieved gold passages. None: it failed for a technical reason."""
     cfg = task.cfg
     if episode.end in FAILED:
         return None
-    kind = cfg.answer_reward
-    if kind == "auto":
-        kind = {"search": "research", "agent": "f1"}[task.name]
-    well_formed = task.well_formed(episode)
-    reward = score_answer(episode.prediction, question.golden_answers, well_formed, kind)
+    auto = "research" if task.name == "search" else "f1"
+    kind = auto if cfg.answer_reward == "auto" else cfg.answer_reward
+    golds, well_formed = question.golden_answers, episode.well_formed
+    reward = score_answer(episode.prediction, golds, well_formed, kind)
     counts = well_formed if kind == "research" else episode.prediction is not None
     if cfg.gold_reward != "none" and counts and gold_ids:
         share = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward]
@@ -377,15 +316,14 @@ def episode_figures(
 ) -> dict:
     """What is measured of one episode; the gold figures are None where nothing is judged."""
     scores = answer_metrics(episode.prediction, question.golden_answers)
-    # An MCP server's texts have no ids.
-    judged = bool(gold_ids) and episode.end not in FAILED and not task.cfg.mcp
+    judged = gold_ids and episode.end not in FAILED and not task.cfg.mcp  # whose texts have no ids
     return {
         "em": scores["em"],
         "f1": scores["f1"],
         "prediction": episode.prediction,
-        "well_formed": episode.end not in FAILED and task.well_formed(episode),
+        "well_formed": episode.well_formed,
         "rounds": len(episode.rounds),
-        "searches": sum(call.done for call in episode.calls),
+        "searches": episode.searches,
         "notes": sum(bool(call.note) for call in episode.calls),
         "gold_recall": gold_recall(episode.retrieved, gold_ids) if judged else None,
         "all_gold": all_gold(episode.retrieved, gold_ids) if judged else None,
@@ -394,37 +332,17 @@ def episode_figures(
     }
 
 
-def note_task(folder: str, task: str, template: str) -> None:
-    """Write into a model's folder what prompt it was trained with: `task.json`."""
-    with atomic_write(os.path.join(folder, "task.json")) as f:
-        json.dump({"task": task, "template": template}, f)
-
-
-def other_task(folder: str, task: str, template: str) -> str:
-    """What a model's folder says it was trained with where that is another prompt, else ""."""
-    path = os.path.join(folder, "task.json")
-    if not os.path.isfile(path):
-        return ""
-    trained = json.loads("\n".join(line for _, line in data.read_lines(path)))
-    own = {"task": task} | ({"template": template} if task == "search" else {})
-    same = all(trained.get(key) == value for key, value in own.items())
-    return "" if same else json.dumps(trained)
-
-
 # ---------------------------------------------------------------------------------- trajectories
 
 
 def trajectory_row(episode: Episode, question: Question, task: Task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more.
-
-    Few-shot examples are left out of `messages`: a row is a training row for the prompt without
-    them. An assistant message's `text` is its turn (`turn_text`). request: model and sampling.
-    """
+    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more. Few-shot examples
+    are left out: it is a training row for the prompt without them."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
-        messages += turn_messages(turn, number, task.turn_text(turn))
-    failed, last = episode.end in FAILED, episode.rounds[-1] if episode.rounds else Round("")
-    scores = answer_metrics(episode.prediction, question.golden_answers)
+        messages += turn_messages(turn, number, task.cfg.bare_calls)
+    last = episode.rounds[-1] if episode.rounds else Round("")
+    error = f"{episode.end}: {episode.failure}" if episode.end in FAILED else None
     return {
         "rollout_id": f"{question.id}#{episode.sample}",
         "id": question.id,
@@ -441,16 +359,22 @@ def trajectory_row(episode: Episode, question: Question, task: Task, request: di
         "answer": last.text if episode.end in ENDED else "",
         "pred": episode.prediction or "",
         "end": episode.end,
-        "error": f"{episode.end}: {episode.failure}" if failed else None,
-        "metric_score": scores,
-        "well_formed": not failed and task.well_formed(episode),
-        "searches": sum(call.done for call in episode.calls),
+        "error": error,
+        "metric_score": answer_metrics(episode.prediction, question.golden_answers),
+        "well_formed": episode.well_formed,
+        "searches": episode.searches,
         "retrieved": None if task.cfg.mcp else episode.retrieved,  # its texts have no ids
     }
 
 
-def turn_messages(turn: Round, number: int, text: str) -> list[dict]:
-    """The assistant's message of a turn, whose `text` is trained, and one for each result."""
+def turn_messages(turn: Round, number: int, bare: bool) -> list[dict]:
+    """The assistant's message of a turn, and one for each result.
+
+    Its `text` is what is trained: as sampled, or `bare` calls in the tags that they lack.
+    """
+    text = turn.text
+    if bare and turn.calls and all(call.done for call in turn.calls):
+        text = "\n".join(call_text(call.name, call.arguments) for call in turn.calls)
     content = before_calls(text) if turn.calls else text
     message = {"role": "assistant", "content": content.strip(), "text": text}
     if thoughts := re.findall(r"<think>(.*?)</think>", turn.text, re.DOTALL):

@@ -3,11 +3,7 @@
 import math
 import random
 import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,19 +231,6 @@ def test_rank_incentive(rank, value):
     assert rank_incentive(rank) == pytest.approx(value, abs=1e-12)
     assert score_rewrite(GOOD, rank) == rank_incentive(rank)
     assert REWARDS["rank_incentive"](rank) == rank_incentive(rank)
-
-
-def test_rank_incentive_printed_values():
-    assert [round(rank_incentive(r), 4) for r in (1, 2, 3, 5, 10, 11, 50, 99)] == [
-        2.0,
-        1.8889,
-        1.7778,
-        1.5556,
-        1.0,
-        0.9889,
-        0.5556,
-        0.0111,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -644,32 +627,9 @@ def test_repeated_pieces_finish(piece):
 # ------------------------------------------------------------------------------------- known values
 
 
-def test_answer_of_a_whole_completion():
-    completion = "<think>x</think><answer> Lima </answer>"
-    assert (
-        extract_answer(completion) == "Lima"
-        and exact_match(extract_answer(completion), "Lima") == 1.0
-    )
-
-
-def test_two_think_blocks_are_malformed():
-    assert not parse_response(
-        "<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>"
-    ).well_formed
-
-
-def test_line_breaks_inside_and_around_blocks():
-    assert parse_response("\n<think>a\n\nb</think>\n<rewrite>c</rewrite>\n").well_formed
-
-
 def test_a_rewrite_inside_the_think_block_earns_nothing():
     text = "<think>I fill <rewrite>draft</rewrite> later</think>\n<rewrite>final one</rewrite>"
     assert not parse_response(text).well_formed and score_rewrite(text, 1) == -0.1
-
-
-def test_an_unclosed_answer_is_none():
-    text = "<think>x</think><answer>Lima"
-    assert extract_answer(text) is None and not check_search_format(text)
 
 
 def test_a_blank_rewrite_is_no_query():
@@ -677,10 +637,6 @@ def test_a_blank_rewrite_is_no_query():
     parsed = parse_response(text)
     assert not parsed.well_formed and parsed.rewrite is None  # nothing to search with
     assert score_rewrite(text, 3) == -0.1
-
-
-def test_the_last_box_counts():
-    assert extract_boxed("first \\boxed{1}, better \\boxed{2}") == "2"
 
 
 def test_a_box_between_latex_brackets():
@@ -722,10 +678,6 @@ def test_a_gold_that_is_nothing_beside_a_real_one():
     )
 
 
-def test_an_empty_prediction_earns_nothing():
-    assert exact_match("", ["Paris"]) == 0.0 and f1_score("", ["Paris"]) == 0.0
-
-
 def test_scripts_without_blanks_need_an_exact_copy():  # tokens are what white space separates
     assert f1_score("東京都港区", "東京都千代田区") == 0.0
     assert f1_score("東京都港区", "東京都港区") == 1.0
@@ -741,41 +693,3 @@ def test_apostrophes_are_deleted_as_ascii_alone():  # the ASCII rule
         exact_match(p, g)
         for p, g in [("Hawai'i", "Hawaii"), ("Hawai\u2019i", "Hawaii"), ("O'Brien", "OBrien")]
     ] == [1, 0, 1]
-
-
-def test_very_long_texts():
-    assert exact_match("9" * 6000, "7") == 0.0
-    text = "<think>" * 20_000
-    assert not parse_response(text).well_formed and not parse_response(text, "paper").well_formed
-    assert not check_search_format(text)
-
-
-def test_the_format_penalty_replaces_the_rank_reward():
-    assert score_rewrite("<think>a</think><rewrite>b", 1) == -0.1
-
-
-# --------------------------------------------------------------------------------- copied out alone
-
-
-def test_runs_alone_on_the_bare_standard_library(tmp_path):
-    shutil.copy(reward.__file__, tmp_path / "reward.py")
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import reward; "
-        "assert reward.score_rewrite('<think>a</think><rewrite>b</rewrite>', 1) == 2.0; "
-        "answer = reward.extract_answer(r'<answer>\\boxed{The Lima}</answer>'); "
-        "assert reward.f1_score(reward.extract_boxed(answer), 'lima') == 1; "
-        "known = set(sys.stdlib_module_names) | {'reward', '__main__'}; "
-        "other = {name.partition('.')[0] for name in sys.modules} - known; "
-        "assert not other, other"
-    )
-    # -I and -S: no site-packages, no environment, no current folder
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in Path(tmp_path).iterdir() if path.name != "__pycache__") == [
-        "reward.py"
-    ]

@@ -78,7 +78,7 @@ def call(query, name="search"):
     return {
         "id": "c",
         "type": "function",
-        "function": {"name": name, "arguments": json.dumps({"query": query})},
+        "function": {"name": name, "arguments": {"query": query}},
     }
 
 
@@ -117,14 +117,7 @@ def test_assistant_turns_calls_and_turn_ends_are_trained_and_nothing_else():
     assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
     assert len(mask) == len(ids) - 1
     text = tokenizer.apply_chat_template(
-        json.loads(
-            json.dumps(conversation())
-            .replace("<|im_end|>", "< |im_end|>")
-            .replace('"arguments": "{\\"query\\": \\"Ann\\"}"', '"arguments": {"query": "Ann"}')
-            .replace(
-                '"arguments": "{\\"query\\": \\"Ann home\\"}"', '"arguments": {"query": "Ann home"}'
-            )
-        ),
+        json.loads(json.dumps(conversation()).replace("<|im_end|>", "< |im_end|>")),
         tools=TOOLS,
         tokenize=False,
     )
@@ -133,7 +126,7 @@ def test_assistant_turns_calls_and_turn_ends_are_trained_and_nothing_else():
     )  # an independent rendering of the whole; the results' text ends no turn
 
 
-def test_a_template_without_tools_spells_them_and_one_that_drops_things_is_refused():
+def test_a_template_without_tools_spells_them():
     tokenizer = tiny_tokenizer()  # plain ChatML
     ids, mask = trajectories.encode_messages(tokenizer, conversation(), TOOLS, "row")
     assert trained(tokenizer, ids, mask) == [FIRST, "<answer>Oslo</answer><|im_end|>"]
@@ -144,44 +137,52 @@ def test_a_template_without_tools_spells_them_and_one_that_drops_things_is_refus
     assert "finds passages" in tokenizer.decode(without[0])
 
 
-def test_reasoning_is_in_the_target_or_an_error():
+def test_reasoning_is_in_the_target_whatever_the_template_does_with_it():
     messages = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "reasoning_content": "r7", "content": "a7"},
     ]
-    tokenizer = hermes(FORGETS)
-    assert trained(tokenizer, *trajectories.encode_messages(tokenizer, messages, [], "row")) == [
-        "<think>\nr7\n</think>\n\na7<|im_end|>"
-    ]
-    for plain in (tiny_tokenizer(), hermes()):
-        with pytest.raises(
-            data.DataError, match="leaves out the reasoning_content.*between <think> and </think>"
-        ):
-            trajectories.encode_messages(plain, messages, [], "row")
-        with pytest.raises(data.DataError, match="leaves out the reasoning_content"):
-            trajectories.encode_messages(
-                plain,
-                messages[:1] + [messages[1] | {"tool_calls": [call("x")]}] + messages,
-                TOOLS,
-                "row",
-            )
+    turn = "<think>\nr7\n</think>\n\na7<|im_end|>"
+    for tokenizer in (hermes(FORGETS), tiny_tokenizer(), hermes()):
+        ids, mask = trajectories.encode_messages(tokenizer, messages, [], "row")
+        assert trained(tokenizer, ids, mask) == [turn]
+        assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n" + turn)
 
 
 def test_a_template_that_rewrites_earlier_turns():
-    """Thoughts of the same question stay; those before a new question are dropped by such a template: refused."""
+    """Thoughts stay where they are, as in a rollout, although such a template drops them once a new question follows."""
     tokenizer = hermes(FORGETS)
     think = conversation()
     think[2] |= {"reasoning_content": "who?"}
+    first, empty = "<think>\nwho?\n</think>\n\n" + FIRST, "<think>\n\n</think>\n\n"
+    last = "<answer>Oslo</answer><|im_end|>"
     ids, mask = trajectories.encode_messages(tokenizer, think, TOOLS, "row")
-    assert trained(tokenizer, ids, mask) == [
-        "<think>\nwho?\n</think>\n\n" + FIRST,
-        "<think>\n\n</think>\n\n<answer>Oslo</answer><|im_end|>",
-    ]
+    assert trained(tokenizer, ids, mask) == [first, empty + last]
     more = [*think, {"role": "user", "content": "and Bob?"}, {"role": "assistant", "content": "no"}]
-    with pytest.raises(
-        data.DataError, match="leaves out the reasoning_content|writes earlier turns anew"
-    ):
-        trajectories.encode_messages(tokenizer, more, TOOLS, "row")
+    ids, mask = trajectories.encode_messages(tokenizer, more, TOOLS, "row")
+    assert trained(tokenizer, ids, mask) == [first, last, empty + "no<|im_end|>"]
+    prompt = "<|im_start|>assistant\n" + empty  # that an answer's prompt has it, as Qwen3's: shown
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n\n</think>\n\n{% endif %}"
+    ids, mask = trajectories.encode_messages(tokenizer, more, TOOLS, "row")
+    assert trained(tokenizer, ids, mask) == [first, last, "no<|im_end|>"]
+    assert tokenizer.decode(ids).endswith(prompt + "no<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}", "no header"),
+        (HERMES.replace("REASONING", "").replace("<|im_end|>", "</s>"), "does not end it"),
+        (
+            HERMES.replace("REASONING{{ m.content }}", ""),
+            "leaves out the message of role assistant",
+        ),
+    ],
+)
+def test_templates_whose_turns_cannot_be_told_are_refused(template, said):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(data.DataError, match=said):
+        trajectories.encode_messages(hermes(template), messages, [], "row")
 
 
 def test_results_inside_a_search_turn_are_not_trained():
@@ -204,6 +205,8 @@ def agent_row(i=0, question="where is Ann?", **changes):
         "<answer>Oslo</answer>",
     )
     messages[4]["content"] = "nothing"
+    for made in messages[2]["tool_calls"]:
+        made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
     return {
         "rollout_id": f"q{i}#0",
         "id": f"q{i}",
@@ -225,10 +228,10 @@ def agent_row(i=0, question="where is Ann?", **changes):
 
 
 @pytest.mark.parametrize("tokenizer", [hermes(), tiny_tokenizer()], ids=["tools", "spelled"])
-def test_both_ways_of_encoding_agree(tokenizer):
+def test_both_ways_of_encoding_agree(tmp_path, tokenizer):
     """By the sampled texts (infer.py's rows) and by the template: the same ids and masks where the model wrote what the
     template would."""
-    row = agent_row()
+    (row,) = trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row()]))
     assert (
         trajectories.encode(tokenizer, row)
         == trajectories.encode_sampled(tokenizer, row)
@@ -287,13 +290,13 @@ def test_three_forms_of_one_record_train_the_same(tmp_path):
             {"messages": [{"role": "user", "content": "a"}, {"role": "tool_call", "content": "{"}]},
             "not valid JSON",
         ),
-        ({"messages": conversation(), "tools": [{"name": "x"}]}, "tools must be a list"),
+        ({"messages": conversation(), "tools": [{"name": "x"}]}, "a tool must be"),
     ],
 )
 def test_bad_rows_name_file_and_line(tmp_path, row, message):
     with pytest.raises(data.DataError, match=rf"t\.jsonl:2: .*{message}"):
         trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row(), row]))
-    with pytest.raises(data.DataError, match="occurs a second time"):
+    with pytest.raises(data.DataError, match="that no other row has"):
         trajectories.read_trajectories(write(tmp_path / "t.jsonl", [agent_row(), agent_row()]))
 
 
@@ -467,7 +470,7 @@ def test_turns_that_are_not_to_be_trained_are_not(tmp_path):
     assert texts(
         tmp_path, {"role": "assistant", "content": "b", "weight": 1, "loss": None}, more, loss=True
     ) == ["b<|im_end|>", "a<|im_end|>"]
-    with pytest.raises(data.DataError, match="t.jsonl:1: weight of a message is '0.5'"):
+    with pytest.raises(data.DataError, match=r"t.jsonl:1: weight and loss .* not \[0.5, None\]"):
         chat_rows(tmp_path, weight=0.5)
 
 
@@ -526,7 +529,7 @@ def test_thoughts_under_other_names_are_thoughts_and_old_calls_are_refused(tmp_p
         assert texts(tmp_path, tokenizer=hermes(FORGETS), **{key: "r7"}) == [
             "<think>\nr7\n</think>\n\na<|im_end|>"
         ]
-    with pytest.raises(data.DataError, match="t.jsonl:1: a message has function_call"):
+    with pytest.raises(data.DataError, match="t.jsonl:1: .* not function_call"):
         chat_rows(tmp_path, content=None, function_call={"name": "search"})
 
 
