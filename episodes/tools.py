@@ -6,7 +6,6 @@ where the call itself is wrong; or a technical failure, of which no score may be
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import json
 import os
@@ -31,7 +30,7 @@ from referencing.exceptions import Unresolvable
 from config import ConfigError
 from data import DataError, _scrub
 
-TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one from 3.11 on
+TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # one from Python 3.11 on
 NOTHING_FOUND = "No passage was found."
 
 
@@ -75,8 +74,8 @@ def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list
         elif match[0] == "</think>":  # what stands before the first one was thought, too
             calls, thought = calls if thought else [], True
         else:
-            found, at = _read_block(text, at, "}" if bare else "")
-            calls += [_check_call(value, schemas) for value in found]
+            found, at = _read_block(text, at, schemas, "}" if bare else "")
+            calls += found
     return calls
 
 
@@ -84,35 +83,31 @@ _BETWEEN = re.compile(r"[\s,]*")
 _BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
 
 
-def _read_block(text: str, at: int, more: str) -> tuple[list[Any], int]:
-    """The JSON values of the block of calls that begins at `at`, and where it ends.
-
-    A text that is no JSON even with `more` behind it gives a Call with a note.
-    """
-    decode, values = json.JSONDecoder().raw_decode, []
+def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[list[Call], int]:
+    """The calls of the block that begins at `at`, and where it ends; its text may lack `more`."""
+    decode, calls = json.JSONDecoder().raw_decode, []
     while True:
         at = _BETWEEN.match(text, at).end()
-        if values and (end := _BLOCK_END.match(text, at)):
+        if calls and (end := _BLOCK_END.match(text, at)):
             break
         try:
             try:
                 value, at = decode(text, at)
             except ValueError:
                 value, at = decode(text + more, at)
-            values.append(_scrub(value))
+            value = _scrub(value)
         except (ValueError, RecursionError) as e:
             reason = getattr(e, "msg", "nested too deeply")
             note = f"error: the call is not valid JSON ({reason}); close every quote and brace"
-            values.append(Call("", {}, note))
+            calls.append(Call("", {}, note))
             end = _BLOCK_END.search(text, at)
             break
-    return values, end.end() if end[0] == "</tool_call>" else end.start()
+        calls.append(_check_call(value, schemas))
+    return calls, end.end() if end[0] == "</tool_call>" else end.start()
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
     """A call as read, with a note where the schema of its tool does not allow it."""
-    if isinstance(value, Call):
-        return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", {}, 'error: a call is a JSON object {"name": "…", "arguments": {…}}')
     name, arguments = value["name"], value.get("arguments")
@@ -138,7 +133,8 @@ def _problem(arguments: dict, name: str, parameters: dict) -> str:
     An argument that no property names is an error, unless the schema has additionalProperties.
     """
     dialect = validator_for(parameters, Draft202012Validator)
-    if known := parameters.get("properties"):
+    known = parameters.get("properties") or {}
+    if known:
         # unevaluatedProperties, new in 2019-09, sees what allOf and $ref name, too
         new = "unevaluatedProperties" in dialect.VALIDATORS
         parameters = {f"{'unevaluated' if new else 'additional'}Properties": False} | parameters
@@ -148,21 +144,16 @@ def _problem(arguments: dict, name: str, parameters: dict) -> str:
         return ""  # a reference or a pattern that the server alone can check
     if error is None:
         return ""
-    rule, value = error.validator, error.validator_value
-    if error.path:
-        place = f"the argument {'.'.join(map(str, error.path))!r} of {name}"
-        if rule == "type":
-            return (
-                f"{place} must be of type {value if isinstance(value, str) else ' or '.join(value)}"
-            )
-        return f"{place}: {error.message[:300]}"
-    if rule == "required":
+    rule, value, path = error.validator, error.validator_value, ".".join(map(str, error.path))
+    place = f"the argument {path!r} of {name}" if path else f"the arguments of {name}"
+    if rule == "type":
+        return f"{place} must be of type {value if isinstance(value, str) else ' or '.join(value)}"
+    if rule == "required" and not path:
         return f"{name} needs the argument {next(key for key in value if key not in arguments)!r}"
-    if rule in ("unevaluatedProperties", "additionalProperties"):
-        unknown = next(key for key in arguments if key not in (known or {}))
-        names = ", ".join(known or ["none"])
-        return f"{name} has no argument {unknown[:80]!r}; it has: {names}"
-    return f"the arguments of {name}: {error.message[:300]}"
+    if rule in ("unevaluatedProperties", "additionalProperties") and not path:
+        unknown, names = next(key for key in arguments if key not in known), ", ".join(known)
+        return f"{name} has no argument {unknown[:80]!r}; it has: {names or 'none'}"
+    return f"{place}: {error.message[:300]}"
 
 
 # ------------------------------------------------------------------------------------- the tools
@@ -236,10 +227,10 @@ class RetrieverTools:
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:  # not turned into a score: these episodes are left out and counted
-            reason = _reason(e, self.timeout)
-            print(f"{len(calls)} searches failed: {reason}", file=sys.stderr, flush=True)
+            failure = _reason(e, self.timeout)
+            print(f"{len(calls)} searches failed: {failure}", file=sys.stderr, flush=True)
             for call in calls:
-                call.failure = reason
+                call.failure = failure
         else:
             found = dict(zip(queries, hits))
             for call in calls:
