@@ -51,8 +51,6 @@ class ServeConfig:
     """MCP at /mcp beside the other formats, on stdin and stdout alone, or not at all"""
     topk: Annotated[int, at_least(1)] = 3
     """passages of a Search-R1 request without topk, and of every MCP call"""
-    window_ms: Annotated[float, at_least(0)] = 2.0
-    """how long the first waiting request waits for others to share its call of the retriever"""
     max_batch: Annotated[int, at_least(1)] = 4096
     """queries of one request, and about that many of one call"""
     max_k: Annotated[int, at_least(1)] = 1000
@@ -107,11 +105,10 @@ class Service:
         self.thread.start()
 
     def _work(self) -> None:
-        """Answer jobs until None comes; those that come within `window_ms` share a call."""
+        """Answer jobs until None comes; those that arrive during a call share the next one."""
         jobs: list[Job | None] = []
         while None not in jobs:
             jobs, size = [self.jobs.get()], 0
-            time.sleep(self.cfg.window_ms / 1000)
             while jobs[-1] and not self.jobs.empty():
                 if (size := size + len(jobs[-1].items)) >= self.cfg.max_batch:
                     break

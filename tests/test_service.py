@@ -115,7 +115,7 @@ def test_requests_that_wait_share_one_call_and_a_bad_one_fails_alone():
 
 def test_limits_of_a_call_of_waiting_and_of_a_body(monkeypatch):
     stub = Stub()
-    service = service_of(stub, max_batch=4, timeout=0.2, window_ms=0)
+    service = service_of(stub, max_batch=4, timeout=0.2)
     monkeypatch.setattr(serve, "MAX_BODY", 2000)
     app = serve.make_app(service)
 
