@@ -93,9 +93,6 @@ class Truth:
         return "\n\n".join(texts) or "No passage was found."
 
 
-# ------------------------------------------------- the clients: (what they got, what is right)
-
-
 def search_r1(post: Callable, turns: list[Turn], truth: Truth) -> tuple[list, list]:
     queries = [turn.question for turn in turns]
     result = post("retrieve", {"queries": queries, "topk": 3, "return_scores": True})["result"]
@@ -127,7 +124,7 @@ def flashrag(post: Callable, turns: list[Turn], truth: Truth) -> tuple[list, lis
     return got, truth.scored(queries * 2, 5)
 
 
-HTTP = [search_r1, convsearch_r1, research, flashrag]
+HTTP = [search_r1, convsearch_r1, research, flashrag]  # each: (what it got, what is right)
 WRONG = [  # what these clients may send by mistake, and the status they must be told
     ("retrieve", {"queries": ["a"], "query_ids": ["nowhere"], "topk": 100}, 422),
     ("retrieve", {"queries": ["a"], "topk": 0}, 422),
