@@ -36,7 +36,7 @@ class Stub:
         if "bad" in queries:
             raise ZeroDivisionError("a bad query")
         if "unknown" in queries:
-            raise RetrieverError("gold passage 'x' is not there")
+            raise RetrieverError("not in this index")
 
     def search(self, queries, k):
         self._enter(queries)
@@ -97,7 +97,7 @@ def test_requests_that_wait_share_one_call_and_a_bad_one_fails_alone():
         (200, {"ranks": [3]}),
         (200, {"ranks": [4]}),
         (200, {"ranks": ["failed", None]}),
-        (422, {"detail": "gold passage 'x' is not there"}),
+        (422, {"detail": "not in this index"}),
     ]
     together = [f"{side}{i}" for i in range(5) for side in "ab"] + ["bad"]
     assert stub.calls[1] == together and stub.calls[2:8] == [
@@ -157,6 +157,11 @@ def test_a_failed_search_is_never_an_empty_answer():
             "/hits",
             {"queries": ["short", "short"], "k": 1},
             (500, "RuntimeError: 0 answers to 2 queries"),
+        ),
+        (  # as a retriever says that a query has a NaN score: no fault of the client
+            "/hits",
+            {"queries": ["unknown"], "k": 1},
+            (500, "RetrieverError: not in this index"),
         ),
     ):
         status, answer = asyncio.run(ask(app, path, body))
