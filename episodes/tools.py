@@ -6,7 +6,6 @@ where the call itself is wrong; or a technical failure, of which no score may be
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import json
 import os
@@ -31,7 +30,7 @@ from referencing.exceptions import Unresolvable
 from config import ConfigError
 from data import DataError, _scrub
 
-TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError, asyncio.TimeoutError)  # one from 3.11 on
+TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # one from Python 3.11 on
 NOTHING_FOUND = "No passage was found."
 
 
@@ -57,61 +56,54 @@ class Call:
 # --------------------------------------------------------------------------------- calls in text
 
 
-_TAGS, _TAGS_AND_BRACE = r"</?think>|<tool_call>", r"</?think>|\{"
-_BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
-_BETWEEN = re.compile(r"[\s,]*")
-
-
 def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
     """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
 
-    Each block between tool_call tags holds one JSON object {"name", "arguments"}; several in one
-    block are several calls, and a block may lack its closing tag. Tags inside the JSON are text.
-    `arguments` may be a JSON text, null or empty. `bare`: in a text without the tags, what begins
-    at a brace is a call, and its last brace may be missing: small models often forget it.
+    A block between tool_call tags holds JSON objects {"name", "arguments"}, and may lack its end.
+    `bare`: in a text without the tags, what begins at a brace is a call, and its last brace may be
+    missing: small models often forget it.
     """
     bare = bare and "<tool_call>" not in text
-    values = _call_values(text, bare)
-    if bare and values and isinstance(values[-1], Call):
-        closed = _call_values(text + "}", bare)
-        values = values if isinstance(closed[-1], Call) else closed
-    return [v if isinstance(v, Call) else _check_call(v, schemas) for v in values]
-
-
-def _call_values(text: str, bare: bool) -> list[Any]:
-    """The JSON value of every call outside of the thinking; a Call with a note where it is none."""
-    values, at, thought = [], 0, False
-    begins = re.compile(_TAGS_AND_BRACE if bare else _TAGS)
+    begins = re.compile(r"</?think>|(?=\{)" if bare else r"</?think>|<tool_call>")
+    calls, at, thought = [], 0, False
     while match := begins.search(text, at):
-        tag, at = match[0], match.end()
-        if tag == "<think>":
+        at = match.end()
+        if match[0] == "<think>":
             thought, end = True, text.find("</think>", at)
             at = len(text) if end < 0 else end
-        elif tag == "</think>":  # what stands before the first one was thought, too
-            values, thought = values if thought else [], True
+        elif match[0] == "</think>":  # what stands before the first one was thought, too
+            calls, thought = calls if thought else [], True
         else:
-            found, at = _read_block(text, match.start() if tag == "{" else at)
-            values += found
-    return values
+            found, at = _read_block(text, at, schemas, "}" if bare else "")
+            calls += found
+    return calls
 
 
-def _read_block(text: str, at: int) -> tuple[list[Any], int]:
-    """The JSON values of the block of calls that begins at `at`, and where it ends."""
-    values: list[Any] = []
+_BETWEEN = re.compile(r"[\s,]*")
+_BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
+
+
+def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[list[Call], int]:
+    """The calls of the block that begins at `at`, and where it ends; its text may lack `more`."""
+    decode, calls = json.JSONDecoder().raw_decode, []
     while True:
         at = _BETWEEN.match(text, at).end()
-        if values and (end := _BLOCK_END.match(text, at)):
+        if calls and (end := _BLOCK_END.match(text, at)):
             break
         try:
-            value, at = json.JSONDecoder().raw_decode(text, at)
-            values.append(_scrub(value))
+            try:
+                value, at = decode(text, at)
+            except ValueError:
+                value, at = decode(text + more, at)
+            value = _scrub(value)
         except (ValueError, RecursionError) as e:
             reason = getattr(e, "msg", "nested too deeply")
             note = f"error: the call is not valid JSON ({reason}); close every quote and brace"
-            values.append(Call("", {}, note))
+            calls.append(Call("", {}, note))
             end = _BLOCK_END.search(text, at)
             break
-    return values, end.end() if end[0] == "</tool_call>" else end.start()
+        calls.append(_check_call(value, schemas))
+    return calls, end.end() if end[0] == "</tool_call>" else end.start()
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
@@ -120,69 +112,48 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
         return Call("", {}, 'error: a call is a JSON object {"name": "…", "arguments": {…}}')
     name, arguments = value["name"], value.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # no object: said below
             arguments = _scrub(json.loads(arguments or "null"))
-        except (ValueError, RecursionError):
-            pass  # no object: said below
     arguments = {} if arguments is None else arguments
-    schema = next((s for s in schemas if s["function"]["name"] == name), None)
+    schema = next((s["function"] for s in schemas if s["function"]["name"] == name), None)
     if schema is None:
         known = ", ".join(s["function"]["name"] for s in schemas)
         return Call(name, {}, f"error: there is no tool {name[:80]!r}; the tools are: {known}")
     if not isinstance(arguments, dict):
         return Call(name, {}, f"error: the arguments of {name} must be a JSON object")
-    note, query = _schema_note(arguments, schema), arguments.get("query")
-    if not note and isinstance(query, str) and not query.strip():
-        note = "error: the query is empty; say in a few words what to look for"
-    return Call(name, arguments, note)
+    problem = _problem(arguments, name, schema.get("parameters") or {})
+    if not problem and not str(arguments.get("query", "-")).strip():
+        problem = "the query is empty; say in a few words what to look for"
+    return Call(name, arguments, problem and f"error: {problem}")
 
 
-def _dialect(schema: dict) -> type:
-    """The validator of the JSON Schema version that a tool's parameters are written in."""
-    return validator_for(schema["function"].get("parameters") or {}, Draft202012Validator)
-
-
-def _check_parameters(schema: dict) -> None:
-    function = schema["function"]
-    try:
-        _dialect(schema).check_schema(function["parameters"], format_checker=None)
-    except SchemaError as e:
-        problem = f"the parameters of tool {function['name']!r} are no JSON Schema: {e.message}"
-        raise ValueError(problem) from e
-
-
-def _schema_note(arguments: dict, schema: dict) -> str:
+def _problem(arguments: dict, name: str, parameters: dict) -> str:
     """How arguments break the JSON Schema of a tool, in words for the model; "" if they do not.
 
     An argument that no property names is an error, unless the schema has additionalProperties.
     """
-    name, parameters = schema["function"]["name"], schema["function"].get("parameters") or {}
-    known, dialect = parameters.get("properties") or {}, _dialect(schema)
-    # unevaluatedProperties, new in 2019-09, sees what allOf and $ref name, too
-    closed = [f"{word}Properties" for word in ("unevaluated", "additional")]
+    dialect = validator_for(parameters, Draft202012Validator)
+    known = parameters.get("properties") or {}
     if known:
-        parameters = {next(key for key in closed if key in dialect.VALIDATORS): False} | parameters
+        # unevaluatedProperties, new in 2019-09, sees what allOf and $ref name, too
+        new = "unevaluatedProperties" in dialect.VALIDATORS
+        parameters = {f"{'unevaluated' if new else 'additional'}Properties": False} | parameters
     try:
         error = best_match(dialect(parameters, registry=Registry()).iter_errors(arguments))
     except (Unresolvable, RecursionError, re.error):
         return ""  # a reference or a pattern that the server alone can check
     if error is None:
         return ""
-    if error.path:
-        place = f"the argument {'.'.join(map(str, error.path))!r} of {name}"
-        kinds = error.validator_value
-        if error.validator == "type":
-            kinds = kinds if isinstance(kinds, str) else " or ".join(kinds)
-            return f"error: {place} must be of type {kinds}"
-        return f"error: {place}: {error.message[:300]}"
-    if error.validator == "required":
-        missing = next(key for key in error.validator_value if key not in arguments)
-        return f"error: {name} needs the argument {missing!r}"
-    if error.validator in closed:
-        unknown = next(key for key in arguments if key not in known)
-        names = ", ".join(known) or "none"
-        return f"error: {name} has no argument {unknown[:80]!r}; it has: {names}"
-    return f"error: the arguments of {name}: {error.message[:300]}"
+    rule, value, path = error.validator, error.validator_value, ".".join(map(str, error.path))
+    place = f"the argument {path!r} of {name}" if path else f"the arguments of {name}"
+    if rule == "type":
+        return f"{place} must be of type {value if isinstance(value, str) else ' or '.join(value)}"
+    if rule == "required" and not path:
+        return f"{name} needs the argument {next(key for key in value if key not in arguments)!r}"
+    if rule in ("unevaluatedProperties", "additionalProperties") and not path:
+        unknown, names = next(key for key in arguments if key not in known), ", ".join(known)
+        return f"{name} has no argument {unknown[:80]!r}; it has: {names or 'none'}"
+    return f"{place}: {error.message[:300]}"
 
 
 # ------------------------------------------------------------------------------------- the tools
@@ -217,13 +188,11 @@ def begin(work: Callable[[], Any]) -> Future:
     import torch
 
     future: Future = Future()
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    device = torch.cuda.current_device() if used else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def run() -> None:
         try:
-            if device is not None:  # a thread starts on card 0, whatever its maker uses
-                torch.cuda.set_device(device)
+            torch.cuda.set_device(device)  # a thread starts on card 0; -1 does nothing
             future.set_result(work())
         except BaseException as e:
             future.set_exception(e)
@@ -240,49 +209,46 @@ class RetrieverTools:
     def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
         """document: passage id → {"contents"}; numbered: documents begin with their place."""
         self.retriever, self.document = retriever, document
-        self.top_k, self.timeout = top_k, timeout
-        self.numbered, self.seconds = numbered, 0.0  # seconds in `run` since somebody set it to 0
+        self.top_k, self.timeout, self.numbered = top_k, timeout, numbered
+        self.seconds = 0.0  # in `run`, since somebody set it to 0
         self.search: Future | None = None  # the last one: two threads must not ask at once
 
     def run(self, calls: list[Call]) -> None:
         """Carry out calls: each gets its documents, or the reason of a technical failure."""
         queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
-        began = time.perf_counter()
         if not queries:
             return
+        began = time.perf_counter()
         try:
             if self.search is not None and not self.search.done():
-                problem = "an earlier search, given up after its time-out, has not come back"
-                raise RuntimeError(problem)
+                raise RuntimeError("a search, given up after its time-out, has not come back")
             self.search = begin(lambda: self.retriever.search(queries, self.top_k))
             hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:  # not turned into a score: these episodes are left out and counted
-            reason = _reason(e, self.timeout)
-            print(f"{len(calls)} searches failed: {reason}", file=sys.stderr, flush=True)
-            hits = [reason] * len(queries)
-        shown = {query: self._documents(one) for query, one in zip(queries, hits)}
-        for call in calls:
-            documents = shown[call.arguments["query"]]
-            if isinstance(documents, str):
-                call.failure = documents
-            else:
-                call.documents, call.done = list(documents), True
+            failure = _reason(e, self.timeout)
+            print(f"{len(calls)} searches failed: {failure}", file=sys.stderr, flush=True)
+            for call in calls:
+                call.failure = failure
+        else:
+            found = dict(zip(queries, hits))
+            for call in calls:
+                self._show(call, found[call.arguments["query"]])
         self.seconds += time.perf_counter() - began
 
-    def _documents(self, hits: list | str) -> list[tuple[str, str]] | str:
-        """(id, text) of one query's hits; a text, the reason, where they are no hits."""
-        if isinstance(hits, str):
-            return hits
+    def _show(self, call: Call, hits: Any) -> None:
+        """Give a call the documents of its hits, or the reason why they are none."""
         try:
             ids = [id_ for id_, _ in hits]
             texts = [self.document(id_)["contents"] for id_ in ids]
         except DataError:  # another corpus than the index was made of: no fault of this query
             raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
-            return f"the retriever gave {str(hits)[:80]!r}, which are no hits of this corpus ({e})"
-        return list(zip(ids, numbered(texts) if self.numbered else texts))
+            call.failure = f"the retriever gave {hits!r:.80}, no hits of this corpus ({e})"
+        else:
+            call.documents = list(zip(ids, numbered(texts) if self.numbered else texts))
+            call.done = True
 
     def close(self) -> None:
         """Nothing to end."""
@@ -291,13 +257,10 @@ class RetrieverTools:
 class MCPTools:
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
-    One connection, in an event loop of its own thread; schemas come from the server. The calls of a
-    round are sent together, `at_once` at a time. What the server answers, errors of the tool
-    included, is for the model to read; a protocol error or a time-out is a technical failure.
-
-    A lost connection is opened again (a command is started again), at growing intervals for at most
-    `timeout` seconds, and the calls that were lost with it are sent again, at most twice. After a
-    round that found no server, the next ones try once.
+    Errors of a tool are for the model to read; a protocol error or a time-out is a technical
+    failure. A lost connection is opened again (a command is started again) for at most `timeout`
+    seconds, once a round where the last one found no server, and the calls that were lost with it
+    are sent again, at most twice.
     """
 
     def __init__(self, target: str, timeout: float, at_once: int = 64):
@@ -305,23 +268,20 @@ class MCPTools:
             import mcp  # noqa: F401
             from anyio.from_thread import start_blocking_portal
         except ImportError as e:
-            way_out = "pip install -r requirements-serve.txt"
-            raise ConfigError(f"episode.mcp={target} needs the MCP SDK ({e}): {way_out}") from e
+            problem = f"episode.mcp={target} needs the MCP SDK ({e})"
+            raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
-        self.client: Any = None
-        self.sound = self.away = False  # the connection worked at last; no server was found at last
+        self.client: Any = None  # of the open connection
         self.connection, self.thread = ExitStack(), ExitStack()
         self.portal = self.thread.enter_context(start_blocking_portal(name="mcp"))
         try:
             self.schemas = self._open()
             if not self.schemas:
                 raise ValueError("this server has no tools")
-            for schema in self.schemas:
-                _check_parameters(schema)
         except Exception as e:
             self.close()
-            way_out = "start that server, or give its URL (serve.py's ends in /mcp) or command"
-            raise ConfigError(f"episode.mcp={target}: {_reason(e, timeout)}; {way_out}") from e
+            problem = f"episode.mcp={target}: {_reason(e, timeout)}"
+            raise ConfigError(f"{problem}; start that server, or give its URL or command") from e
 
     def _open(self) -> list[dict]:
         """Connect; the schemas of the server's tools."""
@@ -338,13 +298,18 @@ class MCPTools:
         client = Client(target, read_timeout_seconds=self.timeout)
         held = self.portal.wrap_async_context_manager(client)
         self.client = self.connection.enter_context(held)
-        page = self.portal.call(self.client.list_tools)
-        tools = [*page.tools]
-        while page.next_cursor:
-            page = self.portal.call(partial(self.client.list_tools, cursor=page.next_cursor))
+        tools, page = [], None
+        while page is None or page.next_cursor:
+            page = self.portal.call(partial(client.list_tools, cursor=page and page.next_cursor))
             tools += page.tools
-        self.sound, self.away = True, False
-        return [_schema(t.name, t.description or "", t.input_schema) for t in tools]
+        for tool in tools:
+            try:
+                dialect = validator_for(tool.input_schema, Draft202012Validator)
+                dialect.check_schema(tool.input_schema, format_checker=None)
+            except SchemaError as e:
+                problem = f"the parameters of tool {tool.name!r} are no JSON Schema: {e.message}"
+                raise ValueError(problem) from e
+        return [_schema(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
     def _close(self) -> None:
         self.client = None
@@ -353,14 +318,13 @@ class MCPTools:
 
     def _connect(self) -> None:
         """See that there is a connection that works, or raise why there is none."""
-        if self.client and not self.sound:
+        wait, end = 0.5, time.monotonic() + (self.timeout if self.client else 0)
+        if self.client:
             try:
                 ask = partial(self.client.list_tools, cache_mode="bypass")
                 self.portal.start_task_soon(ask).result(5)
-                self.sound = True
             except Exception:
                 self._close()
-        wait, end = 0.5, time.monotonic() + (0 if self.away else self.timeout)
         while not self.client:
             print(f"warning: connecting to {self.target} again", file=sys.stderr, flush=True)
             try:
@@ -368,7 +332,6 @@ class MCPTools:
             except Exception:
                 self._close()
                 if time.monotonic() + wait > end:
-                    self.away = True
                     raise
                 time.sleep(wait)
                 wait *= 2
@@ -377,9 +340,10 @@ class MCPTools:
         """Carry out calls: each gets what the server answered, or why it failed technically."""
         began, left = time.perf_counter(), calls
         for _ in range(3):
+            if not left:
+                break
             try:
-                if left:
-                    self._connect()
+                self._connect()
             except Exception as e:
                 for call in left:
                     call.failure = f"{call.name}: {_reason(e, self.timeout)}"
@@ -394,7 +358,7 @@ class MCPTools:
     def _send(self, calls: list[Call]) -> list[Call]:
         """Carry out calls at the same time; those that were lost with the connection."""
         from mcp.shared.exceptions import MCPError
-        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+        from mcp_types import CONNECTION_CLOSED
 
         start, lost, end = self.portal.start_task_soon, [], time.monotonic() + self.timeout
         answers = [start(self.client.call_tool, call.name, call.arguments) for call in calls]
@@ -405,10 +369,9 @@ class MCPTools:
                 call.failure, call.done = "", True
             except (Exception, concurrent.futures.CancelledError) as e:
                 future.cancel()
-                code = e.code if isinstance(e, MCPError) else None
-                self.sound &= code not in (None, CONNECTION_CLOSED, REQUEST_TIMEOUT)
                 call.failure = f"{call.name}: {_reason(e, self.timeout)}"
-                if code == CONNECTION_CLOSED or code is None and not isinstance(e, TIMEOUTS):
+                answered = isinstance(e, MCPError) and e.code != CONNECTION_CLOSED
+                if not answered and not isinstance(e, TIMEOUTS):
                     lost.append(call)
         return lost
 

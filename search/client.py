@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import time
+from functools import partial
 from typing import Any, Callable, Iterable, Sequence
 
 from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
@@ -35,23 +36,20 @@ class RemoteIds:
 
     def among(self, ids: Iterable[str]) -> set[str]:
         """Those of `ids` that are in the index."""
-        ids = list(dict.fromkeys(ids))
-        unknown = [id_ for id_ in ids if id_ not in self._known]
+        ids = set(ids)
+        unknown = sorted(ids - self._known.keys())
         for start in range(0, len(unknown), 10_000):
             part = unknown[start : start + 10_000]
-            self._known |= zip(
-                part, self._remote.ask("has_ids", {"ids": part}, "has", len(part), _read_flag)
-            )
+            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", bool))
         return {id_ for id_ in ids if self._known[id_]}
 
 
 class RemoteRetriever:
     """The retriever that serve.py serves at `url`, with the same methods. No proxy is used.
 
-    What can pass (no connection, a reset, a time-out, a status of 5xx, 408, 425 or 429, a page that
-    is no JSON) is tried again `retries` times, after `backoff` seconds, doubling up to 30; then it
-    is RetrieverAway. A request that the server refuses (other 4xx) and an answer that is not
-    serve.py's are a RetrieverError at once. `counts` has the retries, and the queries without rank.
+    What can pass (no connection, a time-out, a status of 5xx, 408, 425 or 429, a page that is no
+    JSON) is tried again `retries` times, after `backoff` seconds, doubling up to 30; then it is
+    RetrieverAway. A refusal and an answer that is not serve.py's are a RetrieverError at once.
     """
 
     def __init__(
@@ -62,20 +60,14 @@ class RemoteRetriever:
         backoff: float = 1.0,
         batch: int = 128,
     ):
-        """timeout: seconds for one answer; batch: queries of a request, if the server takes them"""
+        """timeout: seconds for one answer; batch: queries of a request, as far as allowed there"""
         import httpx2
 
-        self.url, self.timeout, self.retries, self.backoff = (
-            url.rstrip("/"),
-            timeout,
-            retries,
-            backoff,
-        )
+        self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
+        self.backoff, self.counts = backoff, {"retries": 0, "failed": 0}  # failed: without rank
         if not re.match(r"https?://[^/]", self.url):
             raise RetrieverError(f"url is {url!r}; give a url such as http://127.0.0.1:8000")
         check_k(batch, "batch")
-        self.counts = {"retries": 0, "failed": 0}
-        self._cut = 0
         self._client = httpx2.Client(timeout=timeout, trust_env=False)
         self.health = self.ask("health")
         self.batch = min(batch, self.health["max_batch"])
@@ -83,9 +75,8 @@ class RemoteRetriever:
 
     @property
     def cut_queries(self) -> int:
-        """Queries cut so far: here to what the server takes, and there for any of its clients."""
-        before, now = (health.get("cut_queries", 0) for health in (self.health, self.ask("health")))
-        return self._cut + now - before
+        """Queries that the server has cut since this client began, for any of its clients."""
+        return self.ask("health")["cut_queries"] - self.health["cut_queries"]
 
     def _post(self, path: str, body: dict | None) -> Any:
         """One try: the JSON of the answer, or of GET where there is no body."""
@@ -99,84 +90,64 @@ class RemoteRetriever:
                     if time.monotonic() > deadline:
                         raise httpx2.ReadTimeout("the answer came in drops")
         except httpx2.TimeoutException as e:
-            raise RetrieverAway(
-                f"{url} gave no whole answer within {self.timeout:g} s ({type(e).__name__})"
-            ) from e
+            raise RetrieverAway(f"{url} gave no whole answer within {self.timeout:g} s") from e
         except httpx2.RequestError as e:  # refused, reset, cut short
             raise RetrieverAway(f"{url} can't be reached ({type(e).__name__}: {e})") from e
-        status = response.status_code
-        try:
-            answer = json.loads(text)
-        except ValueError as e:
-            said = repr(" ".join(text[:200].decode("utf-8", "replace").split()))
-            if status == 200:
-                raise RetrieverAway(
-                    f"{url} answered with status 200, but not with JSON: {said}. Is that address "
-                    "serve.py's, and nothing between that puts its own page there?"
-                ) from e
-            answer = {"detail": said}
-        said = answer.get("detail", "") if isinstance(answer, dict) else answer
-        if 400 <= status < 500 and status not in (408, 425, 429):
-            raise RetrieverError(f"{url} refused the request with status {status}: {said}")
+        status, said = response.status_code, " ".join(text[:300].decode("utf-8", "replace").split())
         if status != 200:
-            raise RetrieverAway(f"{url} answered with status {status}: {said}")
-        return answer
+            passing = status >= 500 or status in (408, 425, 429)
+            kind = RetrieverAway if passing else RetrieverError
+            raise kind(f"{url} answered with status {status}: {said}")
+        try:
+            return json.loads(text)
+        except ValueError as e:
+            raise RetrieverAway(f"{url} answered with status 200 and no JSON: {said}") from e
 
     def ask(
         self,
         path: str,
         body: dict | None = None,
         key: str = "",
-        count: int = 0,
         read: Callable | None = None,
         tries: int | None = None,
     ) -> Any:
-        """The `count` entries of `key`, each through `read`; without a key the server's /health."""
+        """The entries of `key`, one for each of the body's first list, each through `read`.
+
+        Without a key: what is needed of the server's /health.
+        """
         tries = 1 + self.retries if tries is None else tries
-        problem: RetrieverAway | None = None
-        for attempt in range(tries):
-            if attempt:
-                if attempt == 1:
-                    message = f"warning: {problem}; trying again, at most {tries - 1} times"
-                    print(message, file=sys.stderr, flush=True)
-                self.counts["retries"] += 1
-                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
+        for attempt in range(1, tries + 1):
             try:
                 answer = self._post(path, body)
                 break
             except RetrieverAway as e:
-                problem = e
-        else:
-            message = f"{problem} (asked {tries} times). Look at the server, or start it again."
-            raise RetrieverAway(message) from problem
+                if attempt == tries:
+                    problem = f"{e} (asked {tries} times); look at the server, or start it again"
+                    raise RetrieverAway(problem) from e
+                if attempt == 1:
+                    print(f"warning: {e}; trying again", file=sys.stderr, flush=True)
+                self.counts["retries"] += 1
+                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
         try:
             if not key:
-                return answer | {
-                    k: int(answer[k]) for k in ("count", "max_batch", "max_query_chars")
-                }
-            if len(answer[key]) != count:
-                raise ValueError(f"{len(answer[key])} entries instead of {count}")
-            return [read(entry) for entry in answer[key]]
+                return {k: int(answer[k]) for k in ("count", "max_batch", "cut_queries")}
+            asked, entries = len(next(iter(body.values()))), answer[key]
+            if len(entries) != asked:
+                raise ValueError(f"{len(entries)} entries instead of {asked}")
+            return [read(entry) for entry in entries]
         except (KeyError, TypeError, ValueError) as e:
             raise RetrieverError(
                 f"{self.url}/{path} answered with status 200, but not as serve.py does "
                 f"({type(e).__name__}: {e}); give the address of a serve.py of this version"
             ) from e
 
-    def _fitting(self, queries: Iterable[str]) -> list[str]:
-        """The queries, none longer than the server takes."""
-        queries, most = check_queries(queries), self.health["max_query_chars"]
-        self._cut += sum(len(query) > most for query in queries)
-        return [query[:most] for query in queries]
-
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """The best k passages of every query, as the served retriever orders them."""
         check_k(k)
-        queries, out = self._fitting(queries), []
+        queries, out = check_queries(queries), []
         for start in range(0, len(queries), self.batch):
-            part = queries[start : start + self.batch]
-            body = {"queries": part, "k": k}
-            out += self.ask("hits", body, "hits", len(part), lambda hits: _read_hits(hits, k))
+            body = {"queries": queries[start : start + self.batch], "k": k}
+            out += self.ask("hits", body, "hits", partial(_read_hits, k=k))
         return out
 
     def gold_ranks(
@@ -188,42 +159,31 @@ class RemoteRetriever:
         try until the server is back. RetrieverAway: no request had an answer.
         """
         check_k(cutoff, "cutoff")
-        queries = self._fitting(queries)
+        queries = check_queries(queries)
         golds = gold_lists(queries, gold_ids)
-        out, failed, problem, away = [], 0, None, False
+        read, out, failed, problem, tries = partial(_read_rank, cutoff=cutoff), [], 0, None, None
         for start in range(0, len(queries), self.batch):
             part = slice(start, start + self.batch)
             body = {"queries": queries[part], "gold_ids": golds[part], "cutoff": cutoff}
-            count, tries = len(body["queries"]), 1 if away else None
             try:
-                read = lambda rank: _read_rank(rank, cutoff)  # noqa: E731
-                out += self.ask("gold_ranks", body, "ranks", count, read, tries)
-                away = False
+                out += self.ask("gold_ranks", body, "ranks", read, tries)
+                tries = None
             except RetrieverAway as e:
-                out += [FAILED] * count
-                failed, problem, away = failed + count, e, True
+                out += [FAILED] * len(body["queries"])
+                failed, problem, tries = failed + len(body["queries"]), e, 1
         self.counts["failed"] += failed
-        if problem is not None:
+        if problem:
             if failed == len(queries):
                 raise problem
-            message = f"no rank for {failed} of {len(queries)} queries: {problem}"
-            print(message, file=sys.stderr, flush=True)
+            print(f"no rank for {failed} of {len(queries)} queries: {problem}", file=sys.stderr)
         return out
 
 
-def _read_flag(flag: Any) -> bool:
-    if not isinstance(flag, bool):
-        raise ValueError(f"{flag!r} is neither true nor false")
-    return flag
-
-
 def _read_hits(hits: Any, k: int) -> Hits:
-    if not isinstance(hits, list) or len(hits) > k:
-        raise ValueError(f"{str(hits)[:80]} is no list of at most {k} hits")
-    for hit in hits:
-        good = isinstance(hit, list) and len(hit) == 2 and isinstance(hit[0], str)
-        if not (good and type(hit[1]) in (int, float) and math.isfinite(hit[1])):
-            raise ValueError(f"{str(hit)[:80]} is no hit [id, score]")
+    number = (int, float)
+    good = all(isinstance(i, str) and type(s) in number and math.isfinite(s) for i, s in hits)
+    if not good or len(hits) > k:
+        raise ValueError(f"{str(hits)[:80]} is no list of at most {k} hits [id, score]")
     return [(id_, float(score)) for id_, score in hits]
 
 
