@@ -86,6 +86,8 @@ _BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
 def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[list[Call], int]:
     """The calls of the block that begins at `at`, and where it ends; its text may lack `more`."""
     decode, calls = json.JSONDecoder().raw_decode, []
+    # from the block on: the decoder's error counts the lines before it
+    text, begin, at = text[at:], at, 0
     while True:
         at = _BETWEEN.match(text, at).end()
         if calls and (end := _BLOCK_END.match(text, at)):
@@ -103,7 +105,7 @@ def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[lis
             end = _BLOCK_END.search(text, at)
             break
         calls.append(_check_call(value, schemas))
-    return calls, end.end() if end[0] == "</tool_call>" else end.start()
+    return calls, begin + (end.end() if end[0] == "</tool_call>" else end.start())
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
