@@ -49,7 +49,7 @@ def table(figures: dict, engine: str, rows: dict[str, str], metric: str = "mrr")
     lines = [f"| {engine} | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
     for system, label in rows.items():
         found = [figures["cells"][f"{name}/{engine}"][system] for name in SETS]
-        shown = [percent(f[metric]) + f" ({f['rule']})" * ("rule" in f) for f in found]
+        shown = [percent(f[metric]) + (f" ({f['rule']})" if "rule" in f else "") for f in found]
         lines.append(f"| {label} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
