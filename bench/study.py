@@ -28,7 +28,7 @@ from typing import Literal
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from config import ConfigError, run  # noqa: E402
-from data import read_jsonl  # noqa: E402
+from data import read_jsonl, read_turns  # noqa: E402
 from runs import atomic_write, read_json  # noqa: E402
 
 from bench.study_tables import SETS, card  # noqa: E402
@@ -278,19 +278,24 @@ def tool(*words: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-800:]}")
 
 
+def newer(path: str, sources: list[str]) -> bool:
+    when = os.path.getmtime(path) if os.path.exists(path) else 0
+    return when > max(map(os.path.getmtime, sources))
+
+
 def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: list[str]) -> dict:
     """System → figures on one set with one engine; tests against the raw question and the best rule."""
     out, data = f"{cfg.work}/evaluation/{name}-{engine}", f"{cfg.work}/data/{name}"
     both = [f"turns={data}/test.jsonl", f"qrels={data}/test.qrels", "breakdown=false"]
     rules = f"query=question,{','.join(RULES)},rewrite"
-    if not os.path.exists(f"{out}/metrics.json"):
+    if not newer(f"{out}/metrics.json", files):
         tool("evaluate.py", *both, rules, f"rewrites={','.join(files)}", *search, f"out={out}")
     rows = read_json(f"{out}/metrics.json")["systems"]
     best = max(RULES, key=lambda rule: rows[f"turns: {rule}"]["mrr"])
     trained = [os.path.basename(file)[:-6] for file in files]
     runs = ",".join(f"{out}/{system}.trec" for system in trained)
     against = f"{out}/turns_{best.replace('+', '_')}.trec"
-    if not os.path.exists(f"{out}/rule/metrics.json"):
+    if not newer(f"{out}/rule/metrics.json", files):
         tool("evaluate.py", *both, f"baseline={against}", f"run={runs}", f"out={out}/rule")
     tests = read_json(f"{out}/rule/metrics.json")["systems"]
     cells = {}
@@ -300,18 +305,26 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
             metric: [row[metric], *row["ci"][metric]]
             for metric in ("mrr", "ndcg@3", "recall@10", "recall@100")
         } | {"p_question": row["paired"]["mrr"]["p"] if "paired" in row else None}
+    turns = read_turns(f"{data}/test.jsonl")
     for file, system in zip(files, trained):
         cells[system]["p_rule"] = tests[system]["paired"]["mrr"]["p"]
-        cells[system] |= form(file, {row["query_id"] for _, row in read_jsonl(both[0][6:])})
+        cells[system] |= form(file, {t.query_id: t.context[:1] for t in turns})
     return cells | {"best rule": cells[best] | {"rule": best}}
 
 
-def form(file: str, queries: set[str]) -> dict[str, float]:
-    """Shares of these turns' responses that parse, and, of those, of rewrites that are questions."""
-    rows = [row for _, row in read_jsonl(file) if row["query_id"] in queries]
-    rewrites = [row["rewrite"] for row in rows if row["status"] == "ok"]
-    asking = sum(rewrite.rstrip().endswith("?") for rewrite in rewrites)
-    return {"well_formed": len(rewrites) / len(rows), "questions": asking / max(1, len(rewrites))}
+def form(file: str, first: dict[str, list]) -> dict[str, float]:
+    """Shares of these turns' responses that parse, and, of those, of rewrites that are questions,
+    and that are the conversation's first question word for word. first: query id → its pair."""
+    rows = [row for _, row in read_jsonl(file) if row["query_id"] in first]
+    good = [row for row in rows if row["status"] == "ok"]
+    asking = sum(row["rewrite"].rstrip().endswith("?") for row in good)
+    copied = sum(row["rewrite"] in (q for q, _ in first[row["query_id"]]) for row in good)
+    count = max(1, len(good))
+    return {
+        "well_formed": len(good) / len(rows),
+        "questions": asking / count,
+        "first_question": copied / count,
+    }
 
 
 def arm_figures(cfg: StudyConfig, name: str) -> dict:
