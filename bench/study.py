@@ -135,16 +135,26 @@ class Study:
 
     def __init__(self, cfg: StudyConfig):
         self.cfg, self.began = cfg, time.monotonic()
+        self.running: set[subprocess.Popen] | None = set()  # None: the study was ended
+
+    def stop(self) -> None:
+        """End what runs; nothing is started any more."""
+        running, self.running = self.running, None
+        for process in running:
+            process.terminate()
 
     def call(self, name: str, tool: str, words: str, end: float | None = None) -> None:
         """Run a tool once; RuntimeError with the end of its log unless it ends well or at `end`."""
         note = f"{self.cfg.work}/commands/{name}.json"
         if read_json(note):
             return
+        if self.running is None:
+            raise RuntimeError(f"{name}: the study was ended")
         os.makedirs(os.path.dirname(note), exist_ok=True)
         command, clock = [sys.executable, f"{ROOT}/{tool}", *words.split()], time.monotonic()
         with open(f"{note[:-5]}.log", "a", encoding="utf-8") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.running.add(process)
         try:
             status = process.wait(end and max(1, self.began + end - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -221,10 +231,16 @@ def train(cfg: StudyConfig) -> dict:
     study, shots = Study(cfg), "prompt=few-shot examples=demo/examples.jsonl"
     needed = {"mix" if len(ARMS[a].sets) > 1 else a.partition("-")[0] for a in cfg.arms}
     with ThreadPoolExecutor(cfg.parallel) as pool:
-        sampled = {name: pool.submit(study.sample, name) for name in sorted(needed, reverse=True)}
-        base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
-        arms = [pool.submit(study.train, name, sampled) for name in cfg.arms]
-        failures = [done.exception() for done in [*base, *arms] if done.exception()]
+        try:
+            sampled = {
+                name: pool.submit(study.sample, name) for name in sorted(needed, reverse=True)
+            }
+            base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
+            arms = [pool.submit(study.train, name, sampled) for name in cfg.arms]
+            failures = [done.exception() for done in [*base, *arms] if done.exception()]
+        except BaseException:
+            study.stop()
+            raise
     with atomic_write(f"{cfg.work}/machine.json") as f:
         json.dump(machine(), f)
     for failure in failures:
