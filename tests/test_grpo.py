@@ -603,8 +603,7 @@ def test_best_is_what_its_folder_says(world, finished, dist, monkeypatch):
     shutil.copytree(world / "whole", world / "lost")
     monkeypatch.chdir(world)
     run = loaded(world, "lost", dist, "steps=9")
-    run.best = {"value": 0.9, "step": 7}
-    training.export_run(run, "best")
+    training.keep_best(run, 7, 0.9)
     again = loaded(world, "lost", dist, "steps=9")
     training.resume(again)
     assert again.best == {"value": 0.9, "step": 7}

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import data
 import distributed
 import infer
+import runs
 import sft
 import targets
 from distributed import Dist
@@ -74,7 +75,7 @@ def weights(folder):
 
 
 def metrics(output):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in read(Path(output) / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if k != "seconds_update"} for row in read(Path(output) / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -261,14 +262,14 @@ class Crash(Exception):
 
 
 def crash_at(monkeypatch, step):
-    """The process dies when it has written the line of `step`, before its checkpoint."""
-    log = sft.log_step
+    """The process dies when it has written the line of `step`."""
+    append = runs.append_metrics
 
-    def dying(path, row, *rest):
-        log(path, row, *rest)
+    def dying(path, row):
+        append(path, row)
         if row["step"] == step:
             raise Crash
-    monkeypatch.setattr(sft, "log_step", dying)
+    monkeypatch.setattr(runs, "append_metrics", dying)
 
 
 def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypatch):
@@ -279,9 +280,9 @@ def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypa
         with monkeypatch.context() as patch, pytest.raises(Crash):
             crash_at(patch, step)
             sft.main(config(lm, records, output))
-    assert sorted(p.name for p in output.glob("checkpoint*")) == ["checkpoint_000002", "checkpoint_000003"]
-    (output / "checkpoint_000004.tmp").mkdir()
-    (output / "checkpoint_000003/state.json").write_text('{"step": 12')
+    assert sorted(p.name for p in output.glob("checkpoint*")) == ["checkpoint_000003", "checkpoint_000004"]
+    (output / "checkpoint_000005.tmp").mkdir()
+    (output / "checkpoint_000004/state.json").write_text('{"step": 12')
     with open(output / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "lo')
     sft.main(config(lm, records, output))
@@ -289,15 +290,15 @@ def test_resumed_twice_equals_undisturbed(lm, records, whole, tmp_path, monkeypa
 
 
 def test_sigterm_finishes_the_step_saves_and_leaves_with_143(lm, records, whole, tmp_path, monkeypatch):
-    log = sft.log_step
+    fit = sft.fit
 
-    def interrupted(path, row, *rest):
-        log(path, row, *rest)
-        if row["step"] == 3:
+    def interrupted(run, step):
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+        return fit(run, step)
     output = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
-        patch.setattr(sft, "log_step", interrupted)
+        patch.setattr(sft, "fit", interrupted)
         sft.main(config(lm, records, output, save_every=100))
     assert e.value.code == 143 and (output / "checkpoint_000003").is_dir() and not (output / "result.json").exists()
     sft.main(config(lm, records, output))
@@ -310,12 +311,13 @@ sys.path[:0] = [{root!r}]
 import torch, config, prompts, sft
 torch.set_num_threads(1)
 prompts.INSTRUCTION = "Rewrite."
-log = sft.log_step
-def dying(path, row, *rest):
-    log(path, row, *rest)
+fit = sft.fit
+def dying(run, step):
+    row = fit(run, step)
     if row["step"] == {kill}:
         os.kill(os.getpid(), signal.SIGKILL)
-sft.log_step = dying
+    return row
+sft.fit = dying
 config.run(sft.SFTConfig, sft.main)
 """
 
@@ -356,13 +358,13 @@ def test_gradients_that_are_not_finite_end_the_run(lm, records, tmp_path):
     model.model.norm.weight.data[0] = math.nan
     model.save_pretrained(tmp_path / "lm")
     tiny_tokenizer().save_pretrained(tmp_path / "lm")
-    with pytest.raises(sft.Diverged, match="3 times in a row"):
+    with pytest.raises(sft.Stopped, match="not finite in three steps in a row"):
         sft.main(config(str(tmp_path / "lm"), records, tmp_path / "o", heldout_fraction=0.0, sequences_per_step=4))
     lines = metrics(tmp_path / "o")
-    assert [row["skipped"] for row in lines] == [1, 2, 3] and lines[0]["loss"] is None
+    assert [row["skipped"] for row in lines] == [1, 1, 1] and lines[0]["loss"] is None
     before, after = tiny_lm().state_dict(), weights(tmp_path / "o/final")
     assert all(torch.equal(before[k], after[k]) for k in before if k != "model.norm.weight")  # nothing was updated
-    with pytest.raises(sft.Diverged, match="held-out loss is nan"):
+    with pytest.raises(sft.Stopped, match="held-out loss is nan"):
         sft.main(config(str(tmp_path / "lm"), records, tmp_path / "p"))
 
 
