@@ -272,12 +272,12 @@ class Run(training.Run):
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
-    """Step `step` (from 0): its log row, and the rollouts of all ranks as they are written to
-    disk."""
+    """Step `step`, from 0: its log row, and the rollouts of all ranks as they are written down."""
     cfg, clock, before = run.cfg, Clock(run.dist.device), run.engine.total
     with clock("sample"):
         rollouts, items = sample_step(run, step)
         run.engine.sleep()
+    sampled = training.sampling_figures(run, before)
     with clock("reward"):
         scores = score(run, rollouts, items)
     advantages = rollout_advantages(rollouts, scores, cfg.scale_by_std)
@@ -291,8 +291,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     with clock("sync"):
         sync_engine(run)
     rows = training.gather_rows(run, rollouts, scores, advantages, items)
-    figures = step_figures(rows) | stats | {"lr": lr} | training.sampling_figures(run, before)
-    return {"step": step + 1} | figures | clock.seconds, rows
+    figures = step_figures(rows) | stats | sampled | {"lr": lr} | clock.seconds
+    return {"step": step + 1} | figures, rows
 
 
 def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
@@ -340,22 +340,21 @@ def score_rewrites(
     """
     texts = [prompts.decode_response(tokenizer, r.response_ids) for r in rollouts]
     parsed = [parse_response(text, cfg.parser) for text in texts]
-    failed = [r.end == "engine_error" for r in rollouts]
-    queries = [
-        (r.group_id, data.one_line(p.rewrite or "")) if p.well_formed and not gone else None
-        for r, p, gone in zip(rollouts, parsed, failed)
-    ]
+    queries = []
+    for r, p in zip(rollouts, parsed):
+        sound = p.well_formed and r.end != "engine_error"
+        queries.append((r.group_id, data.one_line(p.rewrite)) if sound else None)
     searched = [query for query in dict.fromkeys(queries) if query]
     golds = [turns[group].gold_ids for group, _ in searched]
     # every rank asks, if only for nothing: an index across the ranks needs all of them
     ranks = dict(zip(searched, retriever.gold_ranks([text for _, text in searched], golds)))
     scores = []
-    for text, p, gone, query in zip(texts, parsed, failed, queries):
+    for r, text, p, query in zip(rollouts, texts, parsed, queries):
         rank, reward = ranks.get(query), None
-        if rank is not None and math.isnan(rank):  # search.passages.FAILED
-            rank, gone = None, True
-        if not gone:
+        search_failed = rank is not None and math.isnan(rank)  # search.passages.FAILED
+        if r.end != "engine_error" and not search_failed:
             reward = score_rewrite(text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
+        rank = None if search_failed else rank
         figures = {"rewrite": p.rewrite, "well_formed": p.well_formed, "rank": rank}
         scores.append(Score(text, reward, figures))
     return scores
@@ -364,15 +363,14 @@ def score_rewrites(
 def rollout_advantages(
     rollouts: list[Rollout], scores: list[Score], scale_by_std: bool = True
 ) -> list[float | None]:
-    """Each rollout's advantage, None for one that failed. Raises Stopped where all of all ranks
-    failed."""
+    """Each rollout's advantage, None for one that failed; Stopped where all of all ranks did."""
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
     if not any(distributed.gather_objects(bool(kept))):
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
             f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights "
-            f"that are not finite), {len(scores) - engine} in the retriever; mend that: the same "
-            "command resumes from the newest checkpoint"
+            f"that are not finite), {len(scores) - engine} in the retriever; mend that, and the "
+            "same command resumes"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     groups = torch.tensor([rollouts[i].group_id for i in kept])
@@ -383,8 +381,7 @@ def rollout_advantages(
 def build_updates(
     run: Run, rollouts: list[Rollout], advantages: list[float | None]
 ) -> list[Update]:
-    """Groups dealt out to the ranks, packed into micro-batches, with the reference's
-    log-probabilities.
+    """Groups dealt out to the ranks and packed, with the reference's log-probabilities.
 
     Without KL and entropy bonus the sequences of flat groups have no gradient and stay out.
     """
@@ -414,9 +411,8 @@ SUMS = ("tokens", "kl", "clipped", "entropy", "engine_gap", "start_gap", "loss")
 def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,)
-    float64, and the largest difference to the engine's log-probabilities, (). Nothing waits for the
-    device."""
+    """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,), and
+    the largest difference to the engine's log-probabilities, (). Nothing waits for the device."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
@@ -537,8 +533,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     if left_over:
         wrong = (
             f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never "
-            "split; give a number that they divide, such as "
-            f"prompts_per_step={max(1, share) * world}"
+            f"split; give a multiple, such as {max(1, share) * world}"
         )
     elif cfg.updates_per_batch > share * cfg.group_size:
         wrong = (
@@ -547,8 +542,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         )
     elif cfg.lora.dropout:
         wrong = (
-            f"lora.dropout={cfg.lora.dropout}: not the policy that sampled would be trained; "
-            "set it to 0"
+            f"lora.dropout={cfg.lora.dropout}: another policy than the one that sampled would "
+            "be trained; set it to 0"
         )
     elif episodes and gold != "none" and not cfg.qrels:
         wrong = f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]"

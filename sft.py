@@ -253,7 +253,7 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of the held-out rows; keeps the epoch with the lowest loss, without such rows the
+    """Figures of the held-out rows; keeps the epoch of the lowest loss, without such rows the
     last."""
     figures = heldout_loss(run.policy, run.heldout) if run.heldout else {}
     if step:
@@ -271,10 +271,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     result_path = os.path.join(cfg.out, "result.json")
     agentic = trajectories.holds_trajectories(path)
     if agentic and cfg.target != "response":
-        raise ConfigError(
-            f"target={cfg.target} is for turns; {path} holds trajectories, whose own texts are "
-            "trained"
-        )
+        raise ConfigError(f"target={cfg.target} is for turns, but {path} holds trajectories")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     settings = runs.settings(cfg, TRAIN_KEYS, ("model", "instruction"))
     settings["records"] = runs.path_with_digest(path)
@@ -284,21 +281,56 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         return result
     tokenizer = load_tokenizer(cfg.model)
     examples, dropped = targets.make_examples(records, tokenizer, cfg, path, agentic)
-    rows, heldout = targets.split_heldout(examples, cfg.heldout_fraction, cfg.seed)
-    per_epoch = steps_per_epoch(len(rows), cfg)
     print0(
         f"train: {len(records)} records"
         + "".join(f" - {count} {reason}" for reason, count in dropped.items())
-        + f" - {len(heldout)} held out ({len({e.conversation_id for e in heldout})} conversations) "
-        f"= {len(rows)}; {cfg.epochs} epochs × {per_epoch} steps of "
-        f"{min(cfg.sequences_per_step, len(rows))} sequences / {dist.world} processes, packed to "
-        f"{cfg.micro_batch_tokens} tokens; {sum(sum(e.loss_mask) for e in rows)} of "
-        f"{sum(len(e.tokens) for e in rows)} tokens are trained"
+        + f" = {len(examples)} rows of {sum(len(e.tokens) for e in examples)} tokens, "
+        f"{sum(sum(e.loss_mask) for e in examples)} of them trained"
     )
-    model = load_model(cfg, dist)
-    vocabulary = check_fit(model, tokenizer, examples, path, cfg)
+    rows, heldout = targets.split_heldout(examples, cfg.heldout_fraction, cfg.seed)
+    run = start(cfg, dist, settings, tokenizer, rows, heldout)
+    with distributed.noted_signals() as noted:
+        row = training.resume(run)
+        for step in training.steps(run, row, validate, noted):
+            row = fit(run, step)
+            run.history.append(row)
+            print0(
+                f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss "
+                f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | tokens "
+                f"{row['tokens']} | {row['seconds_update']:.1f}s"
+            )
+    result = {
+        "model": os.path.join(cfg.out, "final"),
+        "records": len(rows),
+        "heldout": len(heldout),
+        "dropped": sum(dropped.values()),
+        "steps": run.steps,
+        "skipped": sum(row["skipped"] for row in run.history),
+        **{key: value for key, value in run.best.items() if key not in ("value", "step")},
+    }
+    if dist.rank == 0:
+        targets.write_result(result_path, result)
+        report.run_page(cfg.out)
+    return result
+
+
+def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, heldout: list) -> Run:
+    """Load and shard the model, with the adapter that `lora` asks for."""
+    cuda = dist.device.type == "cuda"
+    with distributed.in_turn():
+        model = load_policy(cfg, cuda)
+        distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
+    vocabulary = check_fit(model, tokenizer, rows + heldout, settings["records"][0], cfg)
     pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
-    run = Run(
+    per_epoch = steps_per_epoch(len(rows), cfg)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print0(
+        f"train: {trained} of {sum(p.numel() for p in model.parameters())} parameters; "
+        f"{len(rows)} rows and {len(heldout)} held out; {cfg.epochs} epochs × {per_epoch} steps of "
+        f"up to {cfg.sequences_per_step} sequences / {dist.world} processes"
+    )
+    torch.manual_seed(cfg.seed + dist.rank)  # dropout's draws; a checkpoint brings its own state
+    return Run(
         cfg=cfg,
         dist=dist,
         tokenizer=tokenizer,
@@ -311,104 +343,51 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         heldout=heldout and step_batches(model, heldout, cfg.micro_batch_tokens, pad_id, dist),
         pad_id=pad_id,
     )
-    torch.manual_seed(cfg.seed + dist.rank)  # dropout's draws; a checkpoint brings its own state
-    with distributed.noted_signals() as noted:
-        row = training.resume(run)
-        for step in training.steps(run, row, validate, noted):
-            row = fit(run, step)
-            run.history.append(row)
-            print0(
-                f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss "
-                f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | tokens "
-                f"{row['tokens']} | {row['seconds_update']:.1f}s"
-            )
-    best = {key: value for key, value in run.best.items() if key not in ("value", "step")}
-    result = {
-        "model": os.path.join(cfg.out, "final"),
-        "records": len(rows),
-        "heldout": len(heldout),
-        "dropped": sum(dropped.values()),
-        "steps": run.steps,
-        "skipped": sum(row["skipped"] for row in run.history),
-        **best,
-    }
-    if dist.rank == 0:
-        targets.write_result(result_path, result)
-        report.run_page(cfg.out)
-    return result
-
-
-def load_model(cfg: SFTConfig, dist: Dist) -> nn.Module:
-    """The model to train, sharded, with the adapter that `lora` asks for."""
-    cuda = dist.device.type == "cuda"
-    with distributed.in_turn():
-        model = load_policy(cfg, cuda)
-        distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
-    if cfg.lora.r:
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        trained, whole = sum(n for n, grad in sizes if grad), sum(n for n, _ in sizes)
-        print0(
-            f"train: LoRA with rank {cfg.lora.r}: {trained} of {whole} parameters = "
-            f"{trained / whole:.2%}"
-        )
-    return model
 
 
 def check_fit(
     model: nn.Module, tokenizer, examples: list[Example], path: str, cfg: SFTConfig
 ) -> int:
-    """The size of the model's vocabulary; DataError for a token outside it, ConfigError for a row
-    longer than its window."""
+    """The size of the model's vocabulary; DataError or ConfigError where a row does not fit."""
     vocabulary = model.get_input_embeddings().num_embeddings
     largest, longest = max(max(e.tokens) for e in examples), max(len(e.tokens) for e in examples)
     if largest >= vocabulary:
         raise DataError(
             f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside "
-            f"the vocabulary of {vocabulary} that {cfg.model} has embeddings for; use the "
-            "model's own tokenizer"
+            f"the vocabulary of {vocabulary} of {cfg.model}; use the model's own tokenizer"
         )
     settings = model.config.get_text_config()
     limits = [getattr(settings, k, None) for k in ("max_position_embeddings", "sliding_window")]
     positions = min([limit for limit in limits if limit], default=longest)
-    if longest > positions:
+    if longest > positions:  # packed attention has no sliding window
         raise ConfigError(
-            f"a row of {path} has {longest} tokens, but {cfg.model} has {positions} positions "
-            "(or as wide a sliding window, which packed attention lacks); set "
-            f"max_length={positions} or less: longer rows are then dropped"
+            f"a row of {path} has {longest} tokens, but {cfg.model} {positions} positions (or so "
+            f"wide a sliding window); set max_length={positions}: longer rows are then dropped"
         )
     return vocabulary
 
 
-MERGE_LIMIT = {
-    "float32": 0.02,
-    "bfloat16": 0.3,
-}  # mean nats a token that rounding explains, and more
+MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}  # mean nats a token; rounding gives less
 
 
 @torch.no_grad()
 def merge(cfg: SFTConfig, dist: Dist) -> dict:
-    """Write an adapter and its base as one Hugging Face folder, and compare that with the unmerged
-    model.
+    """Write an adapter and its base as one Hugging Face folder, merged in float32, rounded once.
 
-    Merged in float32 and rounded once. Both run in the written dtype on a text of the project: mean
-    |difference| of their log-probabilities, and the share of equal most probable tokens.
+    Both run in the written dtype on a text of the project: returns the mean |difference| of their
+    log-probabilities, and the share of equal most probable tokens.
     """
-    base = adapter_base(cfg.model)
+    base, wrong = adapter_base(cfg.model), ""
     if base is None:
         final = os.path.join(cfg.model, "final")
         hint = f"; the run's adapter is model={final}" if adapter_base(final) else ""
-        raise ConfigError(
-            f"model={cfg.model} is no adapter's folder (no adapter_config.json): nothing to "
-            f"merge{hint}"
-        )
-    if dist.world > 1:
-        raise ConfigError(
-            f"stage=merge is work for one process, not {dist.world}; start it without torchrun"
-        )
-    if os.path.exists(cfg.out) and os.listdir(cfg.out) and not cfg.overwrite:
-        raise ConfigError(
-            f"out={cfg.out} is there already; choose another folder, or overwrite=true"
-        )
+        wrong = f"model={cfg.model} is no adapter's folder: nothing to merge{hint}"
+    elif dist.world > 1:
+        wrong = f"stage=merge is work for one process, not {dist.world}; start it without torchrun"
+    elif os.path.exists(cfg.out) and os.listdir(cfg.out) and not cfg.overwrite:
+        wrong = f"out={cfg.out} is there already; choose another folder, or overwrite=true"
+    if wrong:
+        raise ConfigError(wrong)
     tokenizer, dtype = load_tokenizer(cfg.model), getattr(torch, cfg.export_dtype)
     distributed.export_hf(load_causal_lm(cfg.model), tokenizer, cfg.out, dtype)
     ids = tokenizer(INSTRUCTION, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -435,9 +414,7 @@ def check(cfg: SFTConfig) -> None:
     sampled = ("turns", "examples") if cfg.stage in ("all", "sample") else ()
     config.check_given(cfg, "model", "out", *sampled)
     if cfg.stage == "all" and cfg.records:
-        raise ConfigError(
-            f"records={cfg.records} is for stage=train; stage=all trains on what it samples"
-        )
+        raise ConfigError(f"records={cfg.records} is for stage=train: stage=all makes its own")
     if cfg.samples_per_turn > 1 and cfg.temperature == 0:
         raise ConfigError(
             f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise "

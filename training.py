@@ -69,11 +69,10 @@ class Run:
 def steps(
     run: Run, row: dict, validate: Callable[[Run, int], dict], noted: list[int]
 ) -> Iterator[int]:
-    """The steps, from 0, that are left behind the one of `row`; the caller takes each and appends
-    its row to the history.
+    """The steps, from 0, behind that of `row`; the caller takes each and adds its row to `history`.
 
-    Between two of them: checkpoint, validation, the log, the guards, and the end where a signal was
-    noted. What fails in a validation loses no step: it is checkpointed before.
+    Between two of them: checkpoint, then validation (what fails there loses no step), log, guards,
+    and the end where a signal was noted.
     """
     while True:
         if run.validate_every and due(run, row, run.validate_every):
@@ -90,8 +89,8 @@ def steps(
             checkpoint(run, row)
         if signalled and row["step"] < run.steps:
             print0(
-                f"stopped by signal {signalled} after step {row['step']} of {run.steps}; the "
-                "same command continues"
+                f"stopped by signal {signalled} after step {row['step']} of {run.steps}; the same "
+                "command continues"
             )
             raise SystemExit(128 + signalled)
 
@@ -112,22 +111,21 @@ def checkpoint(run: Run, row: dict) -> None:
 
 
 def guard(run: Run) -> None:
-    """Stop a run that has failed (non-finite gradients, a collapsed policy); warn of one that
-    cannot learn."""
+    """Stop a run with non-finite gradients or a collapsed policy; warn of one that cannot learn."""
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
             "the gradient was not finite in three steps in a row; begin anew in another out "
-            "folder with a lower lr (GRPO: or a higher kl_coef)"
+            "folder, with a lower lr or a higher kl_coef"
         )
     if not recent or "flat_groups" not in recent[-1]:  # fine-tuning samples nothing
         return
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
             "warning: in the first three steps every group was flat (format rate "
-            f"{recent[-1]['format_rate']:.2f}): rewards that are all equal teach nothing, and "
-            "validation of malformed responses searches the raw questions; warm the policy up "
-            "first, or raise group_size or temperature"
+            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing, and validation of "
+            "malformed responses searches the raw questions; warm the policy up first, or raise "
+            "group_size or temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
@@ -139,8 +137,7 @@ def guard(run: Run) -> None:
 
 
 def keep_best(run: Run, step: int, value: float, **figures: float) -> None:
-    """Export the policy of a step where it is the best so far. The record stands in the folder:
-    both change in one moment."""
+    """Export the policy where it is the best so far, with that record: both change at once."""
     if value > run.best["value"]:
         run.best = {"value": value, "step": step, **figures}
         if step:  # the start exists already
@@ -148,8 +145,7 @@ def keep_best(run: Run, step: int, value: float, **figures: float) -> None:
 
 
 def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
-    """Write the policy to a folder of the run: a Hugging Face folder, or its adapter. A
-    collective."""
+    """Write the policy to a Hugging Face folder of the run, or its adapter. A collective."""
     folder, notes = os.path.join(run.cfg.out, name), run.notes | (notes or {})
     if run.cfg.lora.r:
         distributed.export_adapter(run.policy, run.tokenizer, folder, notes)
@@ -159,8 +155,7 @@ def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
 
 
 def resume(run: Run) -> dict:
-    """Go on from the newest checkpoint in `out`: the log row of its step; {"step": 0} for a new
-    run."""
+    """Go on from the newest checkpoint in `out`: its step's log row; {"step": 0} for a new run."""
     cfg, dtype = run.cfg, getattr(torch, run.cfg.export_dtype)
     final, kept, metrics, rollouts = (
         os.path.join(cfg.out, name) for name in ("final", run.kept, "metrics.jsonl", "rollouts")
@@ -173,8 +168,7 @@ def resume(run: Run) -> dict:
     row = load_state(run, *found) if found else {"step": 0}
     if not found and exports > 1 and os.path.isdir(final):
         raise config.ConfigError(
-            f"{cfg.out} holds a finished run without a checkpoint to go on from; use another out "
-            "folder, or move it away"
+            f"{cfg.out} holds a finished run without a checkpoint; use another out folder"
         )
     log, best = [], None
     if run.dist.rank == 0:
@@ -190,8 +184,8 @@ def resume(run: Run) -> dict:
     run.history = [{key: math.nan if v is None else v for key, v in r.items()} for r in done]
     if missing := row["step"] - len(done):
         print0(
-            f"warning: {metrics} lacks {missing} of {row['step']} steps: the summary and the "
-            "guard against collapse know only what is there"
+            f"warning: {metrics} lacks {missing} of {row['step']} steps, which the summary and the "
+            "guards then do not know"
         )
     start = next((r for r in log if r["step"] == 0 and run.metric in r), None)
     run.best = best or (start and {"value": start[run.metric], "step": 0}) or run.best
@@ -202,18 +196,16 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
     """Fill the run from a checkpoint; the log row of its step."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
-            f"{folder} is no checkpoint of this version; use another out folder, or finish the "
-            "run with the version that began it"
+            f"{folder} is no checkpoint of this version; finish the run with the version that "
+            "began it, or use another out folder"
         )
     if change := runs.changed_setting(state["settings"], run.settings):
         raise config.ConfigError(
-            f"{folder} was made with other settings: {change}; use another out folder, or the "
-            "same settings to continue"
+            f"{folder} was made with other settings: {change}; use these, or another out folder"
         )
     if state["step"] > run.steps:
         raise config.ConfigError(
-            f"steps={run.steps}, but {folder} has {state['step']} steps done; raise steps, or "
-            "use another out folder"
+            f"steps={run.steps}, but {folder} has {state['step']} steps done; raise steps"
         )
     distributed.load_checkpoint(folder, run.policy, run.optimizer)
     print0(f"resumed from {folder}: {state['step']} steps done")
@@ -239,11 +231,9 @@ class Clock:
 
 
 def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the items of `step` (from 0): a fresh permutation each epoch; batches run across
-    its end.
+    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across.
 
-    A function of its arguments alone: a resumed run, on any number of processes, goes on with the
-    same items.
+    A function of its arguments alone, so that a resumed run goes on with the same items.
     """
     out: list[int] = []
     for position in range(step * prompts_per_step, (step + 1) * prompts_per_step):
@@ -268,8 +258,8 @@ def backward(
     gather_once: bool = True,
     reduce_each: bool = False,
 ) -> list[tuple]:
-    """Add up the gradient of a loss over micro-batches and ranks; what `loss(micro) → (loss,
-    *figures)` measured."""
+    """The gradient of the sum of a loss over micro-batches and ranks; returns the figures that
+    `loss(micro) → (loss, *figures)` gave."""
     measured = []
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -289,23 +279,21 @@ def check_weights(engine, stats: dict) -> None:
 
 
 def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
-    """Raise Stopped where the engine samples from the starting policy although the trained one has
-    moved away from it.
+    """Raise Stopped where the engine samples from the starting policy, which the trained one left.
 
     engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the
     engine|. An adapter moves slowly: an engine that never gets it stays far below `limit`.
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
-            f"the engine's log-probabilities are {engine_gap:.4g} nats from the trained policy's "
-            f"and {start_gap:.4g} from the starting policy's: the weights that are sent do not "
-            "reach it; mend the weight sync"
+            f"the engine is {engine_gap:.4g} nats from the trained policy and {start_gap:.4g} from "
+            "the starting one: the weights that are sent do not reach it; mend the weight sync"
         )
 
 
 def sampling_figures(run, before) -> dict[str, float]:
-    """Prompt tokens that all ranks' engines computed, and that they held, since the total `before`;
-    seconds of searches."""
+    """Since the total `before`: prompt tokens that all ranks' engines computed and held; seconds
+    of episodes' searches."""
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(run.engine.total, name) - getattr(before, name) for name in names]
     figures = dict(zip(names, map(int, distributed.all_reduce_sum(own))))
@@ -328,6 +316,11 @@ def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list
         }
         for r, s, advantage in zip(rollouts, scores, advantages)
     ]
+    return gather_all(rows)
+
+
+def gather_all(rows: list) -> list:
+    """The rows of all ranks, in rank order."""
     return [row for part in distributed.gather_objects(rows) for row in part]
 
 
@@ -338,8 +331,8 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
     runs.write_jsonl(path, rollouts)
     phases = ("sample", "reward", "reference", "update", "sync")
-    recent = [sum(r[f"seconds_{phase}"] for phase in phases) for r in run.history[-20:]]
-    print0(step_line(row, run.steps, sum(recent) / len(recent)))
+    took = [sum(r[f"seconds_{phase}"] for phase in phases) for r in run.history[-20:]]
+    print0(step_line(row, run.steps, sum(took) / len(took)))
     if row["step"] == 1:
         print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
@@ -350,45 +343,36 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
 
 
 def dev_figures(run, rollouts: list, items: list) -> dict[str, float]:
-    """`dev_…` metrics over the items of all ranks, of greedy rollouts of this rank's items."""
-    own = rewrite_figures if run.task is None else answer_figures
-    figures, rows = own(run, rollouts, items)
-    figures["format_rate"] = sum(row["well_formed"] for row in rows) / len(rows)
+    """`dev_…` metrics over the items of all ranks, of greedy rollouts of this rank's items.
+
+    A malformed rewrite searches the raw question; an episode that failed scores 0 and is counted.
+    """
+    if run.task is None:
+        texts = [prompts.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
+        parsed = [parse_response(text, run.cfg.parser) for text in texts]
+        queries = [p.rewrite if p.well_formed else t.question for t, p in zip(items, parsed)]
+        hits = run.retriever.search([data.one_line(query) for query in queries], 100)
+        own = [(t.query_id, h, p.well_formed) for t, h, p in zip(items, hits, parsed)]
+        rows = gather_all(own)
+        qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev}
+        figures = evaluate_run({query_id: hits for query_id, hits, _ in rows}, qrels)
+        del figures["queries"], figures["missing"]
+        well_formed = [sound for _, _, sound in rows]
+    else:
+        cases = [(e, q, run.task, run.golds.get(q.id, ())) for e, q in zip(rollouts, items)]
+        own = [episode_figures(*c) | {"failed": episode_reward(*c) is None} for c in cases]
+        rows = gather_all(own)
+        figures = answer_means(rows) | {"failed": sum(row["failed"] for row in rows)}
+        well_formed = [row["well_formed"] for row in rows]
+    figures["format_rate"] = sum(well_formed) / len(well_formed)
     return {f"dev_{key}": value for key, value in figures.items()}
-
-
-def rewrite_figures(run, rollouts: list, turns: list[data.Turn]) -> tuple[dict, list[dict]]:
-    """Retrieval metrics over all dev turns; a malformed response searches the raw question."""
-    texts = [prompts.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
-    parsed = [parse_response(text, run.cfg.parser) for text in texts]
-    queries = [p.rewrite if p.well_formed else t.question for t, p in zip(turns, parsed)]
-    found = run.retriever.search([data.one_line(query) for query in queries], 100)
-    own = [
-        {"id": t.query_id, "well_formed": p.well_formed, "hits": hits}
-        for t, p, hits in zip(turns, parsed, found)
-    ]
-    rows = [row for part in distributed.gather_objects(own) for row in part]
-    qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev}
-    metrics = evaluate_run({row["id"]: row["hits"] for row in rows}, qrels)
-    return {key: value for key, value in metrics.items() if key not in ("queries", "missing")}, rows
-
-
-def answer_figures(run, episodes: list, questions: list[data.Question]) -> tuple[dict, list[dict]]:
-    """Answers to all dev questions; an episode that failed technically scores 0 and is counted."""
-    own = []
-    for e, q in zip(episodes, questions):
-        case = e, q, run.task, run.golds.get(q.id, ())
-        own.append(episode_figures(*case) | {"failed": episode_reward(*case) is None})
-    rows = [row for part in distributed.gather_objects(own) for row in part]
-    return answer_means(rows) | {"failed": sum(row["failed"] for row in rows)}, rows
 
 
 BEST = {"rewrite": "dev_mrr", "search": "dev_f1", "agent": "dev_f1"}  # what chooses the best policy
 
 
 def summary(run) -> dict:
-    """The last line of a finished run: mean rewards of its first and last steps, validation,
-    folders."""
+    """The last line of a finished run: rewards of its first and last steps, validation, folders."""
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     rewards = [row["reward"] for row in rows if row["step"]]
     tenth = max(1, len(rewards) // 10)
@@ -450,9 +434,8 @@ def load(cfg, dist: distributed.Dist) -> dict:
         f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {dist.world} "
         f"process{'es' * (dist.world > 1)} = {sequences} sequences per process in micro-batches of "
         f"{cfg.micro_batch_tokens} tokens; {len(items)} {kind} = "
-        f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {count} steps, lr {cfg.lr:g} "
-        f"after {cfg.warmup_steps} warm-up steps; {len(dev)} validation {kind} every "
-        f"{cfg.validate_every} steps"
+        f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {count} steps, lr {cfg.lr:g}; "
+        f"{len(dev)} validation {kind} every {cfg.validate_every} steps"
     )
     return {
         "tokenizer": tokenizer,

@@ -430,7 +430,7 @@ def test_run_folder_and_last_line(world, finished):
     assert last["steps"] == 4 and last["final"] == "whole/final"
     rows = metrics(world, "whole")
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and rows[0]["dev_mrr"] == last["dev_mrr_start"]
-    assert any(r["grad_norm"] > 0 for r in rows[1:])
+    assert any(r["grad_norm"] > 0 for r in rows[1:]) and all(r["prompt_tokens"] > 0 for r in rows[1:])
     rollouts = [row for _, row in data.read_jsonl(world / "whole/rollouts/step_000001.jsonl")]
     assert len(rollouts) == 16 and {"query_id", "response", "rank", "reward", "advantage"} <= set(rollouts[0])
     assert "4 prompts × 4 samples / 1 process = 16 sequences" in finished.stdout
