@@ -1,11 +1,9 @@
-"""Configuration: dataclass defaults, then YAML (`--config file.yaml`), then `key=value`; the later
-wins.
+"""Configuration: dataclass defaults ← YAML (`--config file.yaml`) ← `key=value`; the later wins.
 
-Every entry file declares its knobs in one dataclass, each with a string under it that says what it
-is and, where numbers are limited, an annotation: `lr: Annotated[float, above(0)] = 1e-6`. Unknown
-keys and wrong types are errors. What an unquoted scalar means is decided by its field: `007` is a
-text in a str field and 7 in an int field; a quoted one is always a text. Nested dataclasses are set
-by dotted keys (`retriever.k1=0.82`).
+A tool's knobs are the fields of one dataclass, each with a string under it that says what it is,
+and a range where numbers are limited: `lr: Annotated[float, above(0)] = 1e-6`. What an unquoted
+scalar means is decided by its field: `007` is a text in a str field and 7 in an int field; a quoted
+one is always a text. Nested dataclasses have dotted keys (`retriever.k1=0.82`).
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ FINITE = Range("finite", math.isfinite)
 
 
 def check_ranges(cfg: Any, prefix: str = "") -> None:
-    """ConfigError for the first value of a configuration (nested ones too) outside its field's
-    range; null is in any."""
+    """ConfigError for the first value outside its field's range, nested ones too; null is in any."""
     hints = typing.get_type_hints(type(cfg), include_extras=True)
     for f in fields(cfg):
         value, hint = getattr(cfg, f.name), hints[f.name]
@@ -82,12 +79,8 @@ def check_given(cfg: Any, *names: str) -> None:
             raise ConfigError(f"{name} is empty; give {name}=…")
 
 
-# ---------------------------------------------------------------------------- text → values
-
-
 class Plain(str):
-    """An unquoted YAML scalar as it is written: `convert` gives it the meaning that its field's
-    type asks for."""
+    """An unquoted YAML scalar as it is written: its field's type decides what it means."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -175,8 +168,7 @@ def convert(value: Any, tp: Any, key: str) -> Any:
 
 
 def build(cls: type, values: dict, prefix: str = "") -> Any:
-    """An instance of dataclass `cls` from a nested mapping; ConfigError for unknown keys and wrong
-    types."""
+    """An instance of dataclass `cls` from a nested mapping, or ConfigError."""
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in fields(cls) if f.init}
     for key in values:
@@ -192,13 +184,8 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
             raise ConfigError(f"unknown key {prefix}{key}; {hint}")
     for name, f in known.items():
         if f.default is MISSING and f.default_factory is MISSING and name not in values:
-            raise ConfigError(
-                f"{prefix}{name} is required: give {prefix}{name}=…, or set it in a --config file"
-            )
+            raise ConfigError(f"{prefix}{name} is required: give {prefix}{name}=…")
     return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
-
-
-# ---------------------------------------------------------------------------- files and words
 
 
 def merge(base: dict, update: dict) -> dict:
@@ -222,10 +209,8 @@ def read_yaml(path: str) -> dict:
     if isinstance(value, Plain):
         value = resolve(value)
     if not isinstance(value, (dict, type(None))):
-        raise ConfigError(
-            f"--config {path}: the top level must be a mapping of keys, not a "
-            f"{type(value).__name__}"
-        )
+        kind = type(value).__name__
+        raise ConfigError(f"--config {path}: the top level must be a mapping of keys, not a {kind}")
     return value or {}
 
 
@@ -245,9 +230,7 @@ def read_words(cls: type, argv: list[str] | None = None) -> dict:
             values = merge(values, read_yaml(text if equals else words.pop(0)))
             continue
         if not equals:
-            raise ConfigError(
-                f"{key!r} is neither --config FILE nor key=value; --help lists the keys"
-            )
+            raise ConfigError(f"{key!r} is neither --config FILE nor key=value; see --help")
         value: Any = Plain(text)
         if text.startswith(("[", "{", '"', "'")):  # all else is one plain scalar
             with contextlib.suppress(yaml.YAMLError):
@@ -259,8 +242,8 @@ def read_words(cls: type, argv: list[str] | None = None) -> dict:
 
 
 def load_config(cls: type, argv: list[str] | None = None) -> Any:
-    """Dataclass `cls` ← YAML files given by `--config FILE` (in order) ← `key=value` words of
-    `argv` (or sys.argv).
+    """Dataclass `cls` ← the YAML files of `--config FILE` (in order) ← `key=value`, of `argv` or
+    sys.argv.
 
     `--help` prints every knob and leaves with status 0. ConfigError: an unknown key, a wrong type,
     a value out of its range, an unreadable file.
@@ -276,16 +259,12 @@ def to_dict(cfg: Any) -> dict:
 
 
 def save_config(cfg: Any, path: str) -> None:
-    """Write the configuration, whole or not at all, as YAML that `--config` reads back to an equal
-    object."""
+    """Write the configuration, whole or not at all, as YAML that `--config` reads back equal."""
     text = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8", newline="\n") as f:
         f.write(text)
     os.replace(temporary, path)
-
-
-# ---------------------------------------------------------------------------- help
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -301,8 +280,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def knobs(cls: type, prefix: str = "") -> typing.Iterator[str]:
-    """A line for every key of a configuration, `key: type = default`, its meaning indented
-    below."""
+    """Lines of help: for every key `key: type = default`, and its meaning below."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls, include_extras=True)
     for f in fields(cls):
         key, tp, meaning = prefix + f.name, hints[f.name], docs.get(f.name, "")
@@ -315,9 +293,7 @@ def knobs(cls: type, prefix: str = "") -> typing.Iterator[str]:
                 value = f.default if f.default is not MISSING else f.default_factory()
                 default = json.dumps(value, ensure_ascii=False)
             yield f"  {key}: {type_name(tp)} = {default}"
-            yield from textwrap.wrap(
-                meaning, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
-            )
+            yield from (" " * 8 + line for line in textwrap.wrap(meaning, 92))
 
 
 def help_text(cls: type) -> str:
@@ -329,35 +305,28 @@ def help_text(cls: type) -> str:
     return "\n".join([first, "", usage, "", *knobs(cls)])
 
 
-# ---------------------------------------------------------------------------- a whole command
-
-
 def run(
     cls: type,
     main: Callable[[Any], dict | None],
     argv: list[str] | None = None,
     status_file: str = "",
 ) -> None:
-    """Parse, call `main(cfg)`, print its dict as one JSON line (the last of stdout), and leave with
-    a stated status.
+    """Parse, call `main(cfg)`, print its dict as one JSON line, the last of stdout, and leave.
 
-    0 success; 2 bad input (an exception whose class has `exit_status = 2`); 1 a full disk or
-    unreadable file; 130 after Ctrl-C, 143 after SIGTERM, 141, quietly, when who reads the output is
-    gone; a bug shows its traceback (1). `status_file`: a file of this name in the folder `out`
-    tells status and reason of a run that did not end well, since torchrun's own status is 1
-    whatever happened.
+    Status 0: success; 2: bad input (an exception whose class has `exit_status = 2`); 1: a full disk
+    or unreadable file, or a bug, with its traceback; 130 after Ctrl-C, 143 after SIGTERM, 141,
+    quietly, when who reads the output is gone. `status_file`: a file in the folder `out` that tells
+    status and reason of a run that did not end well; torchrun's own status is always 1.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(
-            stream, "reconfigure"
-        ):  # no character of a model's ends a run for the locale's sake
+        if hasattr(stream, "reconfigure"):  # what a model wrote ends no run
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     note = ""
     try:
         values = read_words(cls, argv)
-        if status_file:
-            note = os.path.join(str(values.get("out", cls.out)), status_file)
+        if status_file and (out := str(values.get("out", cls.out))):
+            note = os.path.join(out, status_file)
             if os.path.exists(note) and os.environ.get("RANK", "0") == "0":
                 os.remove(note)
         cfg = build(cls, values)

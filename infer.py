@@ -184,11 +184,11 @@ def prompt_digest(prompt_ids: list[int]) -> str:
 def sample_items(
     engine, task, tokenizer, items: list, prompts: dict, cfg: InferConfig, progress=None
 ) -> list[dict]:
-    """Lines of turns or questions, `cfg.samples` each, in order; all prompts that fit go to the
-    engine in one call."""
+    """Lines of turns or questions, `cfg.samples` each, from one call of the engine."""
     limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
-    tokens = cfg.max_response_tokens
-    sampling = Sampling(cfg.samples, cfg.temperature, cfg.top_p, tokens, seed=cfg.seed)
+    sampling = Sampling(
+        cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed
+    )
     fitting = [ids for ids in (prompts[item_id(item)] for item in items) if len(ids) <= limit]
     if task is None:
         done = engine.generate(fitting, sampling, progress)
@@ -262,12 +262,12 @@ def sample_left(cfg: InferConfig, left: list, task, tokenizer, prompts: dict, di
 
     path = f"{cfg.out}.rank{dist.rank:03d}"
     with runs.naming(path), open(path, "a", encoding="utf-8", newline="\n") as part:
-        part.write("\n")  # behind a line that a kill cut off
         for at in range(0, -(-len(left) // dist.world), cfg.chunk):
             chunk = mine[at : at + cfg.chunk]
             rows = sample_items(engine, task, tokenizer, chunk, prompts, cfg, show)
             tokens += sum(row["tokens"] for row in rows)
-            part.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            # a kill may have cut the line before
+            part.write("".join("\n" + json.dumps(row, ensure_ascii=False) for row in rows))
             part.flush()
             os.fsync(part.fileno())
             show(len(rows))
@@ -278,36 +278,31 @@ def sample_left(cfg: InferConfig, left: list, task, tokenizer, prompts: dict, di
     return tokens
 
 
-def part_files(output: str) -> list[str]:
-    """What an unfinished run left beside `out`: its processes' files (`.done`: of an earlier
-    version)."""
+def parts_of(output: str) -> list[str]:
+    """What an unfinished run left beside its output (`.done`: one of an earlier version)."""
     beside = glob.escape(output)
     return sorted(glob.glob(f"{beside}.rank*") + glob.glob(f"{beside}.done"))
 
 
 def begin(cfg: InferConfig) -> None:
     """Check the settings of what is there, or remove it (rank 0)."""
-    there = part_files(cfg.out) + [cfg.out] * os.path.exists(cfg.out)
-    begun = not cfg.overwrite and any(map(os.path.getsize, there))
-    for path in there if cfg.overwrite else []:
-        os.remove(path)
     settings = runs.settings(cfg, SETTINGS, ["model"])
     if cfg.task != "rewrite":
         settings |= {"task": cfg.task} | retriever_settings(cfg.retriever)
         episode = asdict(cfg.episode).items()
         settings |= {f"episode.{key}": value for key, value in episode if key != "timeout"}
-    runs.check_settings(f"{cfg.out}.meta.json", settings, begun)
+    there = map(glob.escape, [cfg.out, *parts_of(cfg.out)])
+    runs.begin_output(f"{cfg.out}.meta.json", settings, there, cfg.overwrite)
     save_config(cfg, f"{cfg.out}.config.yaml")
 
 
 def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int], dict]:
-    """(id, sample) → its line in `out` and its parts, rather one that did not fail; DataError for
-    one of another input.
+    """(id, sample) → its line in the output's files, rather one that did not fail.
 
-    What a kill cut off is passed over.
+    What a kill cut off is passed over; DataError for a line of another input.
     """
     rows: dict[tuple[str, int], dict] = {}
-    for path in [output] * os.path.isfile(output) + part_files(output):
+    for path in [output] * os.path.isfile(output) + parts_of(output):
         with open(path, "rb") as f:
             for number, line in enumerate(f, 1):
                 try:
@@ -338,7 +333,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     distributed.broadcast_object(None)  # every rank has read the parts
     if dist.rank == 0:
         runs.write_jsonl(cfg.out, rows)
-        for path in part_files(cfg.out):
+        for path in parts_of(cfg.out):
             os.remove(path)
     return rows
 

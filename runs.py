@@ -248,22 +248,24 @@ def changed_setting(before: dict, now: dict) -> str:
     return ""
 
 
-def check_settings(path: str, now: dict, begun: bool) -> None:
-    """Store settings at `path`; where output is `begun`, compare them instead: DataError names the
-    first that differs."""
-    if not begun:
-        with atomic_write(path) as f:
+def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
+    """Make way for an output: remove the files of these patterns on `overwrite`, else DataError
+    where other settings than `now` began them; store `now` at `meta`. One process calls it."""
+    there = [path for pattern in outputs for path in glob.glob(pattern)]
+    for path in there if overwrite else []:
+        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+    if overwrite or not any(map(os.path.getsize, there)):
+        with atomic_write(meta) as f:
             json.dump(now, f, indent=1, ensure_ascii=False)
         return
-    before = read_json(path)
+    before = read_json(meta)
     if before is None:
         raise DataError(
-            f"there is output, but no {path}, which is written first: it is another tool's; "
-            "choose another output"
+            f"there is output, but no {meta}: it is another tool's; choose another output"
         )
     if change := changed_setting(before, now):
         raise DataError(
-            f"{path}: this output was begun with other settings: {change}; choose another "
+            f"{meta}: this output was begun with other settings: {change}; choose another "
             "output, or overwrite=true to begin anew"
         )
 

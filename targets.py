@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,12 +43,9 @@ from reward import parse_response
 def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[str]) -> None:
     """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began."""
     if dist.rank == 0:
-        names = (os.path.join(glob.escape(cfg.out), name) for name in outputs)
-        there = [path for name in names for path in glob.glob(name)]
-        for path in there if cfg.overwrite else []:
-            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-        begun = not cfg.overwrite and any(map(os.path.getsize, there))
-        runs.check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
+        patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
+        meta = os.path.join(cfg.out, f"{stage}.settings.json")
+        runs.begin_output(meta, settings, patterns, cfg.overwrite)
         name = "config.yaml" if stage == "train" else "sample.config.yaml"
         save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)
@@ -98,8 +94,7 @@ def sample_records(cfg, dist: Dist) -> dict:
     if not stats["kept"]:
         raise DataError(
             f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
-            "are well formed; raise samples_per_turn or max_rank, or give examples that this "
-            "model follows"
+            "are well formed; raise samples_per_turn or max_rank, or give other examples"
         )
     return stats
 

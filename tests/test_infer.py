@@ -16,7 +16,7 @@ import infer
 from distributed import Dist
 from engines.base import EngineConfig, Rollout
 from prompts import response_text
-from runs import changed_setting, check_settings, fingerprint, only_writer, write_jsonl
+from runs import begin_output, changed_setting, fingerprint, only_writer, write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Dist(0, 1, torch.device("cpu"))
@@ -260,9 +260,11 @@ def test_fingerprint_follows_content_not_path(tmp_path):
 
 
 def test_output_of_another_tool_is_left_alone(tmp_path):
+    (tmp_path / "x.jsonl").write_text("its line\n")
     with pytest.raises(data.DataError, match="there is output, but no .*meta.json.*choose another output$"):
-        check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
-    assert os.listdir(tmp_path) == []
+        begin_output(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, [str(tmp_path / "x.jsonl*")], overwrite=False)
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
 
 def test_what_failed_for_a_technical_reason_is_asked_again(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
