@@ -59,7 +59,7 @@ FINITE = Range("finite", math.isfinite)
 
 
 def check_ranges(cfg: Any, prefix: str = "") -> None:
-    """ConfigError for the first value outside its field's range, nested ones too; null is in any."""
+    """ConfigError for the first value, nested ones too, outside its range; null is in any."""
     hints = typing.get_type_hints(type(cfg), include_extras=True)
     for f in fields(cfg):
         value, hint = getattr(cfg, f.name), hints[f.name]

@@ -81,6 +81,11 @@ def write_jsonl(path: str, rows: Iterable[dict]) -> int:
     return count
 
 
+def write_json(path: str, value: dict) -> None:
+    with atomic_write(path) as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
+
+
 def read_json(path: str) -> dict | None:
     """The object in a JSON file; None where there is none. DataError for a damaged one."""
     if not os.path.exists(path):
@@ -255,9 +260,7 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
     for path in there if overwrite else []:
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     if overwrite or not any(map(os.path.getsize, there)):
-        with atomic_write(meta) as f:
-            json.dump(now, f, indent=1, ensure_ascii=False)
-        return
+        return write_json(meta, now)
     before = read_json(meta)
     if before is None:
         raise DataError(

@@ -309,7 +309,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         **{key: value for key, value in run.best.items() if key not in ("value", "step")},
     }
     if dist.rank == 0:
-        targets.write_result(result_path, result)
+        runs.write_json(result_path, result)
         report.run_page(cfg.out)
     return result
 

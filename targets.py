@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import math
 import os
 import random
@@ -58,11 +57,6 @@ def read_result(path: str) -> dict | None:
     return result
 
 
-def write_result(path: str, result: dict) -> None:
-    with runs.atomic_write(path) as f:
-        json.dump(result, f, indent=1)
-
-
 # ======================================================================================= warm-up
 
 SAMPLE_KEYS = (  # what decides the records
@@ -89,7 +83,7 @@ def sample_records(cfg, dist: Dist) -> dict:
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if dist.rank == 0:
             runs.write_jsonl(records_path, records)
-            write_result(stats_path, stats)
+            runs.write_json(stats_path, stats)
         distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(

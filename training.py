@@ -258,8 +258,8 @@ def backward(
     gather_once: bool = True,
     reduce_each: bool = False,
 ) -> list[tuple]:
-    """The gradient of the sum of a loss over micro-batches and ranks; returns the figures that
-    `loss(micro) → (loss, *figures)` gave."""
+    """The gradient of a loss summed over micro-batches and ranks; the figures of all `loss(micro)`,
+    which gives (loss, *figures)."""
     measured = []
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -292,8 +292,7 @@ def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> N
 
 
 def sampling_figures(run, before) -> dict[str, float]:
-    """Since the total `before`: prompt tokens that all ranks' engines computed and held; seconds
-    of episodes' searches."""
+    """Prompt tokens that all engines computed and held since `before`; seconds of searches."""
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(run.engine.total, name) - getattr(before, name) for name in names]
     figures = dict(zip(names, map(int, distributed.all_reduce_sum(own))))
@@ -478,8 +477,7 @@ def load_items(cfg, path: str, retriever, task, tokenizer) -> tuple[list, list[l
 def encode_items(
     items: list, encode: Callable, limit: int, path: str
 ) -> tuple[list, list[list[int]]]:
-    """Turns or questions with their prompts; those of more than `limit` tokens are left out and
-    counted."""
+    """Items with their prompts; those of more than `limit` tokens are left out and counted."""
     pairs = [(item, encode(item)) for item in items]
     kept = [(item, ids) for item, ids in pairs if len(ids) <= limit]
     left_out = f"prompt above max_prompt_tokens={limit}"
@@ -494,30 +492,26 @@ def warn_of_overlap(train: list, dev: list) -> None:
     keys = [{getattr(i, "conversation_id", i.question) for i in items} for items in (train, dev)]
     if both := keys[0] & keys[1]:
         print0(
-            f"warning: {len(both)} conversations or questions are in both train and dev "
-            f"({min(both)!r}, …): validation does not show generalisation"
+            f"warning: train and dev share {len(both)} conversations or questions: {min(both)!r}"
         )
 
 
 def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
-    """Question id → its gold passages, of qrels files; DataError for one that is not in the
-    index."""
+    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
     golds: dict[str, list[str]] = {}
     for path in paths:
         for query, judged in read_qrels(path).items():
             golds[query] = [p for p, gain in judged.items() if gain > 0]
-            wrong = [p for p in golds[query] if passage_ids is not None and p not in passage_ids]
-            if wrong:
-                raise data.DataError(
-                    f"{path}: gold passage {wrong[0]!r} is not in the index; give the qrels of "
-                    "its corpus"
-                )
+            for passage in golds[query] if passage_ids is not None else []:
+                if passage not in passage_ids:
+                    raise data.DataError(
+                        f"{path}: gold passage {passage!r} is not in the index; give its own qrels"
+                    )
     return golds
 
 
 def load_policy(cfg, cuda: bool, keep_start: bool = False) -> nn.Module:
-    """The model to train, on the CPU, with the adapter that `lora` asks for: float32 where all
-    weights are trained."""
+    """The model to train, on the CPU: float32, or with the adapter that `lora` asks for."""
     if adapter_base(cfg.model) and not cfg.lora.r:
         print0(f"{cfg.model} is an adapter: it is merged, all weights are trained")
     return load_causal_lm(
@@ -543,7 +537,7 @@ def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
     )
     if longest > engine.max_length:
         raise config.ConfigError(
-            f"longest prompt + max_response_tokens = {longest} tokens, but the model has "
+            f"longest prompt + max_response_tokens = {longest} tokens, the model has "
             f"{engine.max_length} positions; lower max_response_tokens or max_prompt_tokens"
         )
     with distributed.in_turn():

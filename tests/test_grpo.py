@@ -532,13 +532,15 @@ def test_a_run_of_one_process_continues_on_two(world):
     assert [r["step"] for r in metrics(world, "moved")] == [0, 1, 2, 3]
 
 
-def test_grpo_learns_to_name_what_is_rewarded(world):
+def test_grpo_learns_to_name_what_is_rewarded(world, dist, monkeypatch):
     """One prompt, ten possible queries, one of them right: the policy finds it."""
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")][:1]
     write_jsonl(world / "one.jsonl", rows)
-    done = run(world, "learns", "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
-               "micro_batch_tokens=4096", "save_every=100", "temperature=1.0")
-    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(distributed, "cleanup", lambda: None)
+    grpo.main(config.load_config(grpo.GRPOConfig, [
+        *settings("learns"), "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
+        "micro_batch_tokens=4096", "save_every=100", "temperature=1.0"]))
     rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
     assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
 
@@ -578,9 +580,10 @@ def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, dis
     assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
 
 
-def test_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
-    done = run(world, "uneven", "prompts_per_step=3", processes=2)
-    assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr
+def test_a_number_of_processes_that_does_not_divide_the_batch_is_refused_before_loading(world):
+    cfg = config.load_config(grpo.GRPOConfig, [*settings("uneven"), "prompts_per_step=3"])
+    with pytest.raises(config.ConfigError, match="prompts_per_step=3 over 2 processes.* such as 2$"):
+        grpo.check_config(cfg, 2)
 
 
 def test_a_run_that_cannot_learn_says_so(capsys):
