@@ -1,12 +1,10 @@
-"""Supervised fine-tuning, and the self-driven warm-up that makes its targets (arXiv 2505.15776
-§3.3).
+"""Supervised fine-tuning, and the warm-up that makes its targets (arXiv 2505.15776 §3.3).
 
 `stage=sample`: the model answers the training turns with the few-shot prompt; responses that parse
 and find the gold passage at rank <= max_rank become records (targets.py). `stage=train`: records,
-or trajectories of the tasks search and agent, are trained with the zero-shot prompt. `stage=all`:
-both. `stage=merge`: a LoRA adapter becomes a whole model. The loss of a step is one sum over its
-trained tokens over one count, rows are packed and none sees another; the epoch with the lowest
-held-out loss is exported, and a killed run goes on exactly. B sequences, T predicted positions.
+or trajectories of the tasks search and agent, are trained with the zero-shot prompt; the epoch with
+the lowest held-out loss is exported. `stage=all`: both. `stage=merge`: a LoRA adapter becomes a
+whole model. Shapes: B sequences, T predicted positions.
 """
 
 from __future__ import annotations
@@ -162,8 +160,7 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
 def step_batches(
     model: nn.Module, rows: list[Example], budget: int, pad_id: int, dist: Dist
 ) -> list[MicroBatch]:
-    """This process's share of `rows`, in as many micro-batches of up to `budget` tokens as every
-    process has."""
+    """This process's share of `rows` in micro-batches of up to `budget` tokens."""
     sizes = {i: len(row.tokens) for i, row in enumerate(rows)}
     owners = assign_groups([sizes] + [{}] * (dist.world - 1))
     mine = [i for (_, i), owner in sorted(owners.items()) if owner == dist.rank]
@@ -253,8 +250,7 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of the held-out rows; keeps the epoch of the lowest loss, without such rows the
-    last."""
+    """Figures of the held-out rows; keeps the epoch of the lowest loss, without them the last."""
     figures = heldout_loss(run.policy, run.heldout) if run.heldout else {}
     if step:
         value = -figures["heldout_loss"] if figures else step
@@ -296,8 +292,8 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             run.history.append(row)
             print0(
                 f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss "
-                f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | tokens "
-                f"{row['tokens']} | {row['seconds_update']:.1f}s"
+                f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | left "
+                f"{training.step_seconds(run) * (run.steps - row['step']) / 60:.0f}m"
             )
     result = {
         "model": os.path.join(cfg.out, "final"),

@@ -245,6 +245,13 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
     return out
 
 
+def step_seconds(run: Run) -> float:
+    """What a step has taken lately."""
+    phases = [f"seconds_{phase}" for phase in ("sample", "reward", "reference", "update", "sync")]
+    took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[-20:]]
+    return sum(took) / len(took)
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -329,9 +336,7 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
     runs.write_jsonl(path, rollouts)
-    phases = ("sample", "reward", "reference", "update", "sync")
-    took = [sum(r[f"seconds_{phase}"] for phase in phases) for r in run.history[-20:]]
-    print0(step_line(row, run.steps, sum(took) / len(took)))
+    print0(step_line(row, run.steps, step_seconds(run)))
     if row["step"] == 1:
         print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
