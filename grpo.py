@@ -119,11 +119,9 @@ class GRPOConfig:
     importance_cap: Annotated[float | None, at_least(1)] = None
     """weight each token by min(π_trainer / π_engine, cap); null: not weighted"""
     micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """tokens per forward pass and process, a shared prompt counted once; never changes the
-    result"""
+    """tokens per forward pass and process, a shared prompt once; never changes the result"""
     gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """share of the layers that recompute activations in the backward pass: less memory, more
-    work"""
+    """share of the layers that recompute their activations: less memory, more work"""
     compile: bool = True
     """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
     gather_once: bool = True

@@ -18,6 +18,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Literal
 
@@ -152,29 +153,31 @@ def open_engine(cfg: InferConfig, tokenizer, dist: Dist):
     return engine
 
 
-def encode_prompts(cfg: InferConfig, turns: list[Turn], tokenizer) -> dict[str, list[int]]:
-    """Query id → token ids of its prompt."""
-    examples = read_examples(cfg.examples) if cfg.prompt == "few-shot" else []
+def prompt_encoder(cfg, task, tokenizer, examples: Sequence[Turn] = ()) -> Callable:
+    """turn, or question of a task → token ids of its prompt."""
+    if task is not None:
+        return lambda question: task.prompt(question.question)
     instruction = read_instruction(cfg.instruction)
-    texts = (
-        few_shot_prompt(t, examples, instruction) if examples else rewrite_prompt(t, instruction)
-        for t in turns
-    )
-    return {t.query_id: encode_chat(tokenizer, text) for t, text in zip(turns, texts)}
+
+    def encode(turn: Turn) -> list[int]:
+        if examples:
+            return encode_chat(tokenizer, few_shot_prompt(turn, examples, instruction))
+        return encode_chat(tokenizer, rewrite_prompt(turn, instruction))
+
+    return encode
 
 
 def open_prompts(cfg: InferConfig, items: list, tokenizer) -> tuple:
     """(task of the episodes, None for rewrites; id → token ids of its prompt)."""
     if trained := other_task(cfg.model, cfg.task, cfg.episode.template):
-        print0(
-            f"warning: {cfg.model} was trained with another prompt ({trained}); scores of this "
-            "one say little"
-        )
+        print0(f"warning: {cfg.model} was trained with another prompt ({trained})")
+    shown, task, examples = cfg.examples if cfg.prompt == "few-shot" else "", None, []
     if cfg.task == "rewrite":
-        return None, encode_prompts(cfg, items, tokenizer)
-    examples = cfg.examples if cfg.prompt == "few-shot" else ""
-    task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, examples)
-    return task, {q.id: task.prompt(q.question) for q in items}
+        examples = read_examples(shown) if shown else []
+    else:
+        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever, shown)
+    encode = prompt_encoder(cfg, task, tokenizer, examples)
+    return task, {item_id(item): encode(item) for item in items}
 
 
 def prompt_digest(prompt_ids: list[int]) -> str:
@@ -307,7 +310,8 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
             for number, line in enumerate(f, 1):
                 try:
                     row = json.loads(line)
-                    key, digest = (row["query_id"], row["sample"]), row["prompt"]
+                    key, failed = (row["query_id"], row["sample"]), row["status"] in FAILED
+                    digest = row["prompt"]
                 except (ValueError, KeyError, TypeError):
                     continue
                 if key[0] not in prompts or digest != prompt_digest(prompts[key[0]]):
@@ -315,7 +319,7 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
                         f"{path}:{number}: turn {key[0]} is not among these turns, or had "
                         "another prompt; choose another output, or overwrite=true to begin anew"
                     )
-                if key not in rows or rows[key]["status"] in FAILED:
+                if not failed or key not in rows:
                     rows[key] = row
     return rows
 

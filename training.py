@@ -23,7 +23,7 @@ import runs
 from config import Range
 from distributed import print0
 from episodes.episode import episode_figures, episode_reward, open_task
-from infer import end_and_pad_ids
+from infer import end_and_pad_ids, prompt_encoder
 from lora import adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
 from retriever import open_retriever, retriever_settings
@@ -466,17 +466,12 @@ def load_items(cfg, path: str, retriever, task, tokenizer) -> tuple[list, list[l
     if not path:
         return [], []
     if task is not None:
-        items, encode = data.read_questions(path), lambda question: task.prompt(question.question)
+        items = data.read_questions(path)
     else:
         items, dropped = data.with_gold(data.read_turns(path), retriever.passage_ids, path)
         if dropped:
             print0(f"{path}: {dropped} turns without a gold passage left out")
-        instruction = prompts.read_instruction(cfg.instruction)
-
-        def encode(turn: data.Turn) -> list[int]:
-            return prompts.encode_chat(tokenizer, prompts.rewrite_prompt(turn, instruction))
-
-    return encode_items(items, encode, cfg.max_prompt_tokens, path)
+    return encode_items(items, prompt_encoder(cfg, task, tokenizer), cfg.max_prompt_tokens, path)
 
 
 def encode_items(

@@ -173,8 +173,8 @@ def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
                                                   "think": "Ann", "rewrite": "when was Ann born?"}])
     cfg = infer.InferConfig(model=lm, turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}), prompt="few-shot",
                             examples=str(tmp_path / "e.jsonl"), out=str(tmp_path / "o.jsonl"))
-    ids = infer.encode_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())["a"]
-    text = tiny_tokenizer().decode(ids)
+    _, prompts = infer.open_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())
+    text = tiny_tokenizer().decode(prompts["a"])
     assert "<rewrite>when was Ann born?</rewrite>" in text
     assert text.endswith("Question: one<|im_end|>\n<|im_start|>assistant\n")
 
@@ -283,5 +283,5 @@ def test_the_instruction_of_a_file_takes_the_place_of_ours(lm, tmp_path):
     (tmp_path / "i.txt").write_text("Say it so that a search engine finds it.\n")
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one"})
     cfg = infer.InferConfig(model=lm, turns=turns, instruction=str(tmp_path / "i.txt"), out=str(tmp_path / "o.jsonl"))
-    text = tiny_tokenizer().decode(infer.encode_prompts(cfg, data.read_turns(turns), tiny_tokenizer())["a"])
+    text = tiny_tokenizer().decode(infer.open_prompts(cfg, data.read_turns(turns), tiny_tokenizer())[1]["a"])
     assert "Say it so that a search engine finds it.\n\nConversation:" in text and "Rewrite the last question" not in text
