@@ -12,7 +12,6 @@ training.py. N prompts per step, G group size, B sequences, T predicted position
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import time
@@ -493,8 +492,7 @@ def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary (rank 0)."""
     dist = distributed.setup()
     run = start(cfg, dist)
-    alone = runs.only_writer(cfg.out) if dist.rank == 0 else contextlib.nullcontext()
-    with alone, distributed.noted_signals() as noted:
+    with runs.only_writer(cfg.out, rank=dist.rank), distributed.noted_signals() as noted:
         row = training.resume(run)
         sync_engine(run)
         for step in training.steps(run, row, validate, noted):

@@ -11,7 +11,6 @@ alone.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
 import json
@@ -348,7 +347,7 @@ def respond(
     """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards. Every
     rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
-    with runs.only_writer(folder, name) if dist.rank == 0 else contextlib.nullcontext():
+    with runs.only_writer(folder, name, dist.rank):
         tokenizer = load_tokenizer(cfg.model)
         task, prompts = open_prompts(cfg, items, tokenizer)
         distributed.on_rank_0(begin, cfg)

@@ -95,13 +95,17 @@ def read_json(path: str) -> dict | None:
 
 
 @contextlib.contextmanager
-def only_writer(folder: str, name: str = ""):
+def only_writer(folder: str, name: str = "", rank: int = 0):
     """Within the block no other process writes `folder`, or the output `name` in it; clears what a
     killed one left.
 
     DataError where another process does. The lock, the folder's own or a file `<name>.lock`, goes
-    with the process. A folder made here goes again if it stays empty.
+    with the process; of several processes rank 0 holds it. A folder made here goes again if it
+    stays empty.
     """
+    if rank:
+        yield
+        return
     made = not os.path.isdir(folder)
     if made and os.path.exists(folder):
         raise DataError(f"{folder} is a file; name a folder")

@@ -9,7 +9,6 @@ whole model. Shapes: B sequences, T predicted positions.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -261,10 +260,13 @@ def validate(run: Run, step: int) -> dict[str, float]:
     return figures
 
 
+def records_path(cfg: SFTConfig) -> str:
+    return cfg.records or os.path.join(cfg.out, "records.jsonl")
+
+
 def train(cfg: SFTConfig, dist: Dist) -> dict:
     """Train on the records, into `<out>/final`; returns what result.json holds."""
-    path = cfg.records or os.path.join(cfg.out, "records.jsonl")
-    result_path = os.path.join(cfg.out, "result.json")
+    path, result_path = records_path(cfg), os.path.join(cfg.out, "result.json")
     agentic = trajectories.holds_trajectories(path)
     if agentic and cfg.target != "response":
         raise ConfigError(f"target={cfg.target} is for turns, but {path} holds trajectories")
@@ -316,7 +318,7 @@ def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, hel
     with distributed.in_turn():
         model = load_policy(cfg, cuda)
         distributed.shard_model(model, dist, bf16=cuda, gather_once=True)
-    vocabulary = check_fit(model, tokenizer, rows + heldout, settings["records"][0], cfg)
+    vocabulary = check_fit(model, tokenizer, rows + heldout, cfg)
     pad_id = pad_token_id(tokenizer, eos_token_ids(tokenizer), vocabulary)
     per_epoch = steps_per_epoch(len(rows), cfg)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -341,24 +343,24 @@ def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, hel
     )
 
 
-def check_fit(
-    model: nn.Module, tokenizer, examples: list[Example], path: str, cfg: SFTConfig
-) -> int:
+def check_fit(model: nn.Module, tokenizer, examples: list[Example], cfg: SFTConfig) -> int:
     """The size of the model's vocabulary; DataError or ConfigError where a row does not fit."""
     vocabulary = model.get_input_embeddings().num_embeddings
     largest, longest = max(max(e.tokens) for e in examples), max(len(e.tokens) for e in examples)
     if largest >= vocabulary:
         raise DataError(
-            f"{path}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is outside "
-            f"the vocabulary of {vocabulary} of {cfg.model}; use the model's own tokenizer"
+            f"{records_path(cfg)}: token {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}) is outside the vocabulary of "
+            f"{vocabulary} of {cfg.model}; use the model's own tokenizer"
         )
     settings = model.config.get_text_config()
     limits = [getattr(settings, k, None) for k in ("max_position_embeddings", "sliding_window")]
     positions = min([limit for limit in limits if limit], default=longest)
     if longest > positions:  # packed attention has no sliding window
         raise ConfigError(
-            f"a row of {path} has {longest} tokens, but {cfg.model} {positions} positions (or so "
-            f"wide a sliding window); set max_length={positions}: longer rows are then dropped"
+            f"a row of {records_path(cfg)} has {longest} tokens, but {cfg.model} {positions} "
+            f"positions (or so wide a sliding window); set max_length={positions}: longer rows "
+            "are then dropped"
         )
     return vocabulary
 
@@ -428,7 +430,7 @@ def main(cfg: SFTConfig) -> dict | None:
         if cfg.stage == "merge":
             return merge(cfg, dist)
         result: dict = {}
-        with runs.only_writer(cfg.out) if dist.rank == 0 else contextlib.nullcontext():
+        with runs.only_writer(cfg.out, rank=dist.rank):
             if cfg.stage != "train":
                 result["sample"] = targets.sample_records(cfg, dist)
             gc.collect()  # the engine's model

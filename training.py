@@ -480,11 +480,11 @@ def encode_items(
     """Items with their prompts; those of more than `limit` tokens are left out and counted."""
     pairs = [(item, encode(item)) for item in items]
     kept = [(item, ids) for item, ids in pairs if len(ids) <= limit]
-    left_out = f"prompt above max_prompt_tokens={limit}"
     if not kept:
-        raise data.DataError(f"{path}: all {len(items)} left out: {left_out}; raise the limit")
+        raise data.DataError(f"{path}: every prompt is longer than max_prompt_tokens={limit}")
     if len(kept) < len(items):
-        print0(f"{path}: {len(items) - len(kept)} of {len(items)} left out: {left_out}")
+        left_out = f"{len(items) - len(kept)} of {len(items)} left out"
+        print0(f"{path}: {left_out}: prompt above max_prompt_tokens={limit}")
     return [item for item, _ in kept], [ids for _, ids in kept]
 
 
