@@ -539,7 +539,7 @@ def test_grpo_learns_to_name_what_is_rewarded(world, dist, monkeypatch):
     monkeypatch.chdir(world)
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
     grpo.main(config.load_config(grpo.GRPOConfig, [
-        *settings("learns"), "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=2e-3", "warmup_steps=1",
+        *settings("learns"), "train=one.jsonl", "dev=", "steps=40", "prompts_per_step=2", "group_size=16", "lr=2e-3", "warmup_steps=1",
         "micro_batch_tokens=4096", "save_every=100", "temperature=1.0"]))
     rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
     assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
