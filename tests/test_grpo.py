@@ -539,10 +539,11 @@ def test_grpo_learns_to_name_what_is_rewarded(world, dist, monkeypatch):
     monkeypatch.chdir(world)
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
     grpo.main(config.load_config(grpo.GRPOConfig, [
-        *settings("learns"), "train=one.jsonl", "dev=", "steps=40", "prompts_per_step=2", "group_size=16", "lr=2e-3", "warmup_steps=1",
+        *settings("learns"), "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=2e-3", "warmup_steps=1",
         "micro_batch_tokens=4096", "save_every=100", "temperature=1.0"]))
     rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
-    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
+    # a random choice earns 0.2; of 20 seeds the best beginning has 0.32, the worst end 1.02
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.8, rewards
 
 
 @pytest.mark.parametrize("more, words", [
