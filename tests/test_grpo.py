@@ -645,9 +645,7 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while (
-        not (line := process.stdout.readline()).startswith("step 00002") and process.poll() is None
-    ):
+    while process.poll() is None and not process.stdout.readline().startswith("step 00002"):
         pass
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)

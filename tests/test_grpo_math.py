@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import grpo
 import training
 from scoring.health import collapse_reason, step_figures
 from engines.torch_engine import sample_tokens

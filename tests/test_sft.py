@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import targets
 from distributed import Dist
 from batching import training_batch
 from model import prepare_causal_lm
-from packing import packed_logprobs, token_logprobs
+from packing import packed_logprobs
 from prompts import encode_chat, rewrite_prompt
 from runs import write_jsonl
 
