@@ -1,5 +1,4 @@
-"""From rollouts to micro-batches: groups dealt out to the ranks by length, then packed to a budget
-of tokens.
+"""From rollouts to micro-batches: groups dealt out to the ranks, then packed to a budget of tokens.
 
 Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
 """
@@ -38,11 +37,9 @@ class Update:
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
-    """The batch of this rank's rollouts; where it has none, of a token that is not trained: every
-    rank takes part in every collective."""
-    if rollouts:
-        return collate_rollouts(rollouts, advantages, pad_id)
-    return collate_rollouts([Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")], [0.0], pad_id)
+    """The batch of this rank's rollouts; where it has none, of a token that is not trained."""
+    idle = Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")  # for the collectives
+    return collate_rollouts(rollouts or [idle], advantages or [0.0], pad_id)
 
 
 def deal_out(
@@ -50,9 +47,8 @@ def deal_out(
 ) -> tuple[list[Rollout], list[float]]:
     """The rollouts that this rank trains, with their advantages. A collective.
 
-    Groups are sampled before their lengths are known, so whole groups change hands afterwards: the
-    longest first, each to the rank with the fewest tokens so far. Group ids are numbered anew. A
-    rollout whose advantage is None (it failed) or that has no trained token is left out.
+    Whole groups, the longest first, go to the rank with the fewest tokens so far, and are numbered
+    anew. A rollout whose advantage is None (it failed) or without a trained token is left out.
     """
     own: dict[int, list[tuple[Rollout, float]]] = {}
     for r, advantage in zip(rollouts, advantages):
@@ -86,20 +82,18 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """`rows` cut into pieces of at most `budget` tokens (at least one sequence each), counted as
-    they are packed.
+    """`rows` cut into pieces of at most `budget` tokens as they are packed, or of one sequence.
 
-    Groups stay together where they fit, so that their prompt is computed once; pieces are filled
-    with the longest groups first, each where there is room.
+    Groups stay together where they fit: their prompt is computed once. The longest come first, each
+    where there is room.
     """
     lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
     for row, group in zip(rows, batch.group_ids[rows].tolist()):
         groups.setdefault(group, []).append(row)
     tokens = batch.tokens.numpy()
-    common = (
-        common_beginning([tokens[g[0], : prompts[g[0]]] for g in groups.values()]) if groups else 0
-    )
+    begins = [tokens[g[0], : prompts[g[0]]] for g in groups.values()]
+    common = common_beginning(begins) if groups else 0
     parts: list[tuple[int, list[int]]] = []  # tokens beside the common beginning, rows of one group
     for members in groups.values():
         for row in members:
@@ -125,11 +119,10 @@ def plan_updates(
     updates: int = 1,
     skip_flat: bool = False,
 ) -> list[Update]:
-    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens. A
-    collective.
+    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens.
 
-    `skip_flat`: sequences whose advantage is 0 need no gradient and are not computed. Every rank
-    has as many micro-batches: one that trains nothing where there is nothing else to do.
+    A collective: every rank has as many, some that train nothing. `skip_flat`: sequences whose
+    advantage is 0 are not computed.
     """
     plans = []
     for share in torch.arange(len(batch)).tensor_split(updates):
@@ -137,25 +130,12 @@ def plan_updates(
         pieces = micro_batch_rows(batch, rows, budget)
         pieces += [[]] * (max(1, *gather_objects(len(pieces))) - len(pieces))
         parts = [batch.select(torch.tensor(rows)) if rows else idle(batch) for rows in pieces]
-        plans.append(
-            Update(
-                [
-                    MicroBatch(
-                        part.to(device),
-                        pack(
-                            policy,
-                            part.tokens,
-                            part.attention_mask,
-                            part.loss_mask,
-                            (part.prompt_lengths, part.group_ids),
-                        ),
-                    )
-                    for part in parts
-                ],
-                batch.loss_mask[share],
-                batch.advantages[share],
-            )
-        )
+        micro_batches = []
+        for part in parts:
+            groups = part.prompt_lengths, part.group_ids
+            packed = pack(policy, part.tokens, part.attention_mask, part.loss_mask, groups)
+            micro_batches.append(MicroBatch(part.to(device), packed))
+        plans.append(Update(micro_batches, batch.loss_mask[share], batch.advantages[share]))
     return plans
 
 

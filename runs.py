@@ -17,7 +17,7 @@ import time
 from typing import Iterable
 
 import data
-from config import ConfigError
+from config import ConfigError, to_dict
 from data import DataError
 
 
@@ -33,8 +33,7 @@ def naming(path: str):
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w"):
-    """A file object whose content appears under `path` whole or not at all (temporary name, fsync,
-    rename)."""
+    """A file object whose content appears under `path` whole or not at all."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
@@ -52,8 +51,8 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """A temporary folder beside `path` that takes its name when the block ends well, and is removed
-    when it doesn't."""
+    """A temporary folder that takes the name `path` when the block ends well, and is removed when
+    it doesn't."""
     path = path.rstrip("/")
     temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -72,20 +71,47 @@ def atomic_folder(path: str):
     shutil.rmtree(retired, ignore_errors=True)
 
 
+def write_jsonl(path: str, rows: Iterable[dict]) -> int:
+    """Write rows as JSONL, whole or not at all; their number. ValueError for NaN and infinity: not
+    JSON."""
+    count = 0
+    with atomic_write(path) as f:
+        for count, row in enumerate(rows, 1):
+            f.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    return count
+
+
+def write_json(path: str, value: dict) -> None:
+    with atomic_write(path) as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
+
+
+def read_json(path: str) -> dict | None:
+    """The object in a JSON file; None where there is none. DataError for a damaged one."""
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as f:
+        return data.parse_object(f.read(), path)
+
+
 @contextlib.contextmanager
-def only_writer(folder: str, name: str = ""):
+def only_writer(folder: str, name: str = "", rank: int = 0):
     """Within the block no other process writes `folder`, or the output `name` in it; clears what a
     killed one left.
 
-    The lock is the folder's own or, for an output, a file `<name>.lock`; it is released when the
-    process dies. DataError where another process holds it. A folder made here goes again if it
+    DataError where another process does. The lock, the folder's own or a file `<name>.lock`, goes
+    with the process; of several processes rank 0 holds it. A folder made here goes again if it
     stays empty.
     """
+    if rank:
+        yield
+        return
     made = not os.path.isdir(folder)
     if made and os.path.exists(folder):
         raise DataError(f"{folder} is a file; name a folder")
     os.makedirs(folder, exist_ok=True)
     lock = os.path.join(folder, f"{name}.lock") if name else folder
+    temporary = (rf"{re.escape(name)}(\.\w+)*" if name else ".*") + r"\.\d+(\.old)?\.tmp"
     handle = os.open(lock, os.O_CREAT if name else os.O_RDONLY)
     try:
         try:
@@ -96,9 +122,7 @@ def only_writer(folder: str, name: str = ""):
                 "it, or choose another name"
             ) from e
         for left in os.listdir(folder):
-            if re.fullmatch(
-                (rf"{re.escape(name)}(\.\w+)*" if name else ".*") + r"\.\d+(\.old)?\.tmp", left
-            ):
+            if re.fullmatch(temporary, left):
                 path = os.path.join(folder, left)
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         try:
@@ -136,11 +160,7 @@ def folder_owner(folder: str) -> str:
 
 
 def claim_folder(out: str, tool: str) -> None:
-    """ConfigError where `out` is a file, or a folder that another tool than `tool` made.
-
-    Call it before anything is read or written. New folders, and those that no tool is known to have
-    made, may be used.
-    """
+    """ConfigError where `out` is a file, or a folder that another tool is known to have made."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
@@ -148,17 +168,6 @@ def claim_folder(out: str, tool: str) -> None:
             f"out={out} was made by {owner}, and a folder belongs to the tool that made it; give "
             f"{tool} another one"
         )
-
-
-def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; returns their number. ValueError for NaN and
-    infinity: not JSON."""
-    count = 0
-    with atomic_write(path) as f:
-        for row in rows:
-            f.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            count += 1
-    return count
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:
@@ -179,36 +188,25 @@ def begin_metrics(path: str, last: int | None) -> list[dict]:
     return rows
 
 
-def keep_steps(folder: str, done: int) -> None:
-    """Remove from a folder of rollouts what is not of the steps that are done: of steps taken
-    again, or half-written."""
-    os.makedirs(folder, exist_ok=True)
-    kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
-    for name in os.listdir(folder):
-        if name.startswith("step_") and name not in kept:
-            os.remove(os.path.join(folder, name))
-
-
-def read_json(path: str) -> dict | None:
-    """The object in a JSON file; None where there is none. DataError for a damaged one."""
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as f:
-        return data.parse_object(f.read(), path)
-
-
 def append_metrics(path: str, row: dict) -> None:
     """Add a row of figures to a log; those that are not finite, which JSON lacks, become null."""
-    finite = {
-        key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()
-    }
+    lost = [key for key, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+    finite = row | dict.fromkeys(lost)
     with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
         f.write(json.dumps(finite) + "\n")
 
 
+def keep_steps(folder: str, done: int) -> None:
+    """Remove from a folder of rollouts what is not of the steps that are done, or half-written."""
+    kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
+    for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
+        if os.path.basename(path) not in kept:
+            os.remove(path)
+
+
 def fingerprint(path: str) -> str:
-    """Digest of the content of a file, or of a folder's files (subfolders left out); a hub name
-    stands for itself.
+    """Digest of a file's content, or of a folder's files (subfolders left out); a hub name stands
+    for itself.
 
     Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model,
     and training changes all of a model's weights. An adapter's folder stands for its base model
@@ -236,47 +234,46 @@ def path_with_digest(path: str) -> list[str]:
     return [path, fingerprint(path)]
 
 
-def changed_setting(before: dict, settings: dict) -> str:
+def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
+    """What decides a result: these keys of a configuration, and its files by content."""
+    values = to_dict(cfg)
+    digests = {key: path_with_digest(values[key]) for key in files}
+    return {key: values[key] for key in keys} | digests
+
+
+def changed_setting(before: dict, now: dict) -> str:
     """What the first setting that differs was and is, files compared by content alone; empty where
-    none differs."""
+    none does."""
 
     def split(value: object) -> tuple:  # (what to show, what to compare)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]
         return tuple(value) if file else (value, value)
 
-    for key, value in settings.items():
-        (old, old_digest), (now, now_digest) = split(before.get(key)), split(value)
-        if old_digest != now_digest:
-            return (
-                f"{key}={now!r} has other content"
-                if old == now
-                else f"{key} was {old!r} and is {now!r}"
-            )
+    for key in now:
+        (old, old_content), (new, new_content) = split(before.get(key)), split(now[key])
+        if old_content != new_content:
+            same_name = f"{key}={new!r} has other content"
+            return same_name if old == new else f"{key} was {old!r} and is {new!r}"
     return ""
 
 
-def check_settings(path: str, settings: dict, begun: bool) -> None:
-    """Store `settings` at `path`; where output is `begun`, compare them instead.
-
-    DataError names the first key that differs. One process calls it.
-    """
-    if not begun:
-        with atomic_write(path) as f:
-            json.dump(settings, f, indent=1, ensure_ascii=False)
-        return
-    try:
-        before = read_json(path)
-    except ValueError as e:
-        raise DataError(f"{path} is damaged ({e}); overwrite=true begins anew") from e
+def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
+    """Make way for an output: remove the files of these patterns on `overwrite`, else DataError
+    where other settings than `now` began them; store `now` at `meta`. One process calls it."""
+    there = [path for pattern in outputs for path in glob.glob(pattern)]
+    for path in there if overwrite else []:
+        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+    if overwrite or not any(map(os.path.getsize, there)):
+        return write_json(meta, now)
+    before = read_json(meta)
     if before is None:
         raise DataError(
-            f"there is output, but no {path}, which infer.py writes first: it is another tool's, "
-            "or incomplete; choose another output"
+            f"there is output, but no {meta}: it is another tool's; choose another output"
         )
-    if change := changed_setting(before, settings):
+    if change := changed_setting(before, now):
         raise DataError(
-            f"{path}: this output was begun with other settings: {change}; choose another output, "
-            "or overwrite=true to begin anew"
+            f"{meta}: this output was begun with other settings: {change}; choose another "
+            "output, or overwrite=true to begin anew"
         )
 
 

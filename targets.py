@@ -1,27 +1,27 @@
 """Targets of supervised fine-tuning: the self-driven warm-up that makes them, and the rows they
 become.
 
-The warm-up (arXiv 2505.15776 §3.3): the model answers the train turns with the few-shot prompt
-(through infer.py) and well-formed rewrites are searched; a response whose gold passage is at rank
-<= max_rank becomes the `response` of a record. `cfg` is sft.SFTConfig.
+The warm-up (arXiv 2505.15776 §3.3): the model answers the training turns with the few-shot prompt,
+well-formed rewrites are searched, and a response whose gold passage is at rank <= max_rank becomes
+the `response` of a record, at most keep_per_turn a turn, best rank first. `cfg` is sft.SFTConfig.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import math
 import os
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import data
 import distributed
 import infer
+import runs
 from config import save_config
 from data import DataError, Turn
 from distributed import Dist, print0
@@ -37,138 +37,60 @@ from prompts import (
 )
 from retriever import open_retriever, retriever_settings
 from reward import parse_response
-from runs import atomic_write, check_settings, path_with_digest, read_json, write_jsonl
 
 
 def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[str]) -> None:
-    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began, save
-    the config."""
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began."""
     if dist.rank == 0:
-        there = [
-            path for name in outputs for path in glob.glob(os.path.join(glob.escape(cfg.out), name))
-        ]
-        if cfg.overwrite:
-            for path in there:
-                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-        begun = not cfg.overwrite and any(map(os.path.getsize, there))
-        check_settings(os.path.join(cfg.out, f"{stage}.settings.json"), settings, begun)
-        save_config(
-            cfg, os.path.join(cfg.out, "config.yaml" if stage == "train" else "sample.config.yaml")
-        )
+        patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
+        meta = os.path.join(cfg.out, f"{stage}.settings.json")
+        runs.begin_output(meta, settings, patterns, cfg.overwrite)
+        name = "config.yaml" if stage == "train" else "sample.config.yaml"
+        save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)
 
 
 def read_result(path: str) -> dict | None:
     """The figures of a stage that is complete, None of one that is not."""
-    if result := read_json(path):
+    if result := runs.read_json(path):
         print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
     return result
 
 
-def write_result(path: str, result: dict) -> None:
-    with atomic_write(path) as f:
-        json.dump(result, f, indent=1)
+# ======================================================================================= warm-up
 
-
-def select_records(
-    turns: list[Turn],
-    rows: list[dict],
-    ranks: dict[tuple[str, int], int | None],
-    max_rank: int,
-    keep_per_turn: int,
-) -> list[dict]:
-    """Records of the responses whose rank, by (query id, sample), is at most `max_rank`, in the
-    order of `turns`."""
-    good: dict[str, list[dict]] = {}
-    for row in rows:
-        rank = ranks.get((row["query_id"], row["sample"]))
-        if rank is not None and rank <= max_rank:
-            good.setdefault(row["query_id"], []).append(row | {"rank": rank})
-    records = []
-    for turn in turns:
-        kept: dict[str, dict] = {}  # response → its best row
-        for row in sorted(good.get(turn.query_id, []), key=lambda r: (r["rank"], r["sample"])):
-            kept.setdefault(row["response"].strip(), row)
-        for i, (response, row) in enumerate(list(kept.items())[:keep_per_turn]):
-            query_id = f"{turn.query_id}#{row['sample']}" if i else turn.query_id
-            record = dataclasses.replace(turn, query_id=query_id, response=response).record()
-            records.append(record | {"rank": row["rank"], "sample": row["sample"]})
-    return records
-
-
-def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
-    """((query id, sample) → rank of the well-formed rows, technical failures left out; number of
-    searches).
-
-    Equal rewrites of a turn are searched once, each process searches its share.
-    """
-    golds = {t.query_id: t.gold_ids for t in turns}
-    good = [row for row in rows if row["status"] == "ok"]
-    searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
-    mine = searches[dist.rank :: dist.world]
-    found = retriever.gold_ranks(
-        [text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100
-    )
-    rank_of = {
-        search: rank
-        for part in distributed.gather_objects(list(zip(mine, found)))
-        for search, rank in part
-    }
-    ranks = {
-        (row["query_id"], row["sample"]): rank_of[row["query_id"], row["rewrite"]] for row in good
-    }
-    ranks = {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}
-    return ranks, len(searches)
-
-
-SAMPLE_KEYS = (
+SAMPLE_KEYS = (  # what decides the records
     "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
     "keep_per_turn"
 ).split()
-
-
-def sample_settings(cfg) -> dict:
-    """What decides the records, files by their content."""
-    files = {
-        key: path_with_digest(getattr(cfg, key))
-        for key in ("model", "turns", "examples", "instruction")
-    }
-    return (
-        files | {key: getattr(cfg, key) for key in SAMPLE_KEYS} | retriever_settings(cfg.retriever)
-    )
+INFER_KEYS = (  # what sampling takes over as it is
+    "model turns examples instruction temperature max_response_tokens max_prompt_tokens seed chunk "
+    "engine"
+).split()
 
 
 def sample_records(cfg, dist: Dist) -> dict:
-    """Write `<out>/records.jsonl` and `sample_stats.json`; returns the statistics. Nothing to do if
-    they are there.
-
-    DataError if no record is left.
-    """
+    """Write `<out>/records.jsonl` and `sample_stats.json`, if they are not there; returns the
+    statistics."""
     stats_path = os.path.join(cfg.out, "sample_stats.json")
     records_path = os.path.join(cfg.out, "records.jsonl")
+    settings = runs.settings(cfg, SAMPLE_KEYS, ("model", "turns", "examples", "instruction"))
     outputs = "samples.jsonl samples.jsonl.done samples.jsonl.rank* records.jsonl sample_stats.json"
-    begin_stage(cfg, dist, "sample", sample_settings(cfg), outputs.split())
+    begin_stage(cfg, dist, "sample", settings | retriever_settings(cfg.retriever), outputs.split())
     stats = read_result(stats_path)
     if stats is None:
         records, stats = make_records(cfg, dist)
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if dist.rank == 0:
-            write_jsonl(records_path, records)
-            write_result(stats_path, stats)
+            runs.write_jsonl(records_path, records)
+            runs.write_json(stats_path, stats)
         distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(
             f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
-            "are well formed; raise samples_per_turn or max_rank, or give examples that this model "
-            "follows"
+            "are well formed; raise samples_per_turn or max_rank, or give other examples"
         )
     return stats
-
-
-INFER_KEYS = (  # what sampling takes over as it is
-    "model turns examples instruction temperature max_response_tokens max_prompt_tokens seed chunk "
-    "engine"
-).split()
 
 
 def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
@@ -187,8 +109,8 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
     )
     rows, summary = infer.respond(sampling, turns, dist)
     ranks, searches = rank_rewrites(retriever, turns, rows, dist)
-    records = select_records(turns, rows, ranks, cfg.max_rank, cfg.keep_per_turn)
-    good = {key for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
+    good = {key: rank for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
+    records = select_records(turns, rows, good, cfg.keep_per_turn)
     return records, {
         "turns": len(turns),
         "turns_without_gold": without_gold,
@@ -205,6 +127,48 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
     }
 
 
+def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
+    """((query id, sample) → rank of the well-formed rows, without technical failures; number of
+    searches).
+
+    Equal rewrites of a turn are searched once, each process searches its share.
+    """
+    golds = {t.query_id: t.gold_ids for t in turns}
+    good = [row for row in rows if row["status"] == "ok"]
+    searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
+    mine = searches[dist.rank :: dist.world]
+    own = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100)
+    parts = distributed.gather_objects(dict(zip(mine, own)))
+    found = {search: rank for part in parts for search, rank in part.items()}
+    keys = {(row["query_id"], row["sample"]): (row["query_id"], row["rewrite"]) for row in good}
+    ranks = {key: found[search] for key, search in keys.items()}
+    ranks = {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}
+    return ranks, len(searches)
+
+
+def select_records(
+    turns: list[Turn], rows: list[dict], good: dict[tuple[str, int], int], keep_per_turn: int
+) -> list[dict]:
+    """Records of the responses in `good`, (query id, sample) → rank, in the order of `turns`."""
+    samples: dict[str, list[dict]] = {}
+    for row in rows:
+        if (key := (row["query_id"], row["sample"])) in good:
+            samples.setdefault(row["query_id"], []).append(row | {"rank": good[key]})
+    records = []
+    for turn in turns:
+        kept: dict[str, dict] = {}  # response → its best row
+        for row in sorted(samples.get(turn.query_id, []), key=lambda r: (r["rank"], r["sample"])):
+            kept.setdefault(row["response"].strip(), row)
+        for i, (response, row) in enumerate(list(kept.items())[:keep_per_turn]):
+            query_id = f"{turn.query_id}#{row['sample']}" if i else turn.query_id
+            record = dataclasses.replace(turn, query_id=query_id, response=response).record()
+            records.append(record | {"rank": row["rank"], "sample": row["sample"]})
+    return records
+
+
+# ======================================================================================= rows
+
+
 @dataclass(frozen=True)
 class Example:
     """One training row."""
@@ -215,29 +179,19 @@ class Example:
     well_formed: bool = True  # the target of a turn: one think block and one rewrite block
 
 
-def human_response(question: str, rewrite: str) -> str:
-    """A target made of a human rewrite: the think block lists the words that it adds to the
-    question."""
-    known = set(question.lower().split())
-    added = [word for word in rewrite.split() if word.lower() not in known]
-    return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
-
-
 def make_examples(
     records: list, tokenizer, cfg, path: str, agentic: bool = False
 ) -> tuple[list[Example], Counter]:
-    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why.
-
-    DataError if none is left.
-    """
-    examples, dropped = [], Counter()
-    make, how = trajectory_example, ()
+    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why;
+    DataError if none is left."""
+    encode = partial(trajectory_example, tokenizer)
     if not agentic:
         instruction, eos_id = read_instruction(cfg.instruction), eos_token_ids(tokenizer)[0]
-        make, how = turn_example, (cfg.target, instruction, eos_id)
+        encode = partial(turn_example, tokenizer, cfg.target, instruction, eos_id)
+    examples, dropped = [], Counter()
     for record in records:
         try:
-            made = make(record, tokenizer, *how)
+            made = encode(record)
         except DataError as e:
             raise DataError(f"{path}: {e}") from e
         if isinstance(made, str):
@@ -253,8 +207,7 @@ def make_examples(
             f"{path}: none of its {len(records)} records can be trained on ({why}); raise "
             f"max_length, or give {wanted}"
         )
-    malformed = sum(not e.well_formed for e in examples)
-    if malformed:
+    if malformed := sum(not e.well_formed for e in examples):
         print0(
             f"note: {malformed} of the {len(examples)} targets of {path} are not one think block "
             "and one rewrite block; they are trained, but inference and rewards will call such "
@@ -263,10 +216,10 @@ def make_examples(
     return examples, dropped
 
 
-def turn_example(turn: Turn, tokenizer, kind: str, instruction: str, eos_id: int) -> Example | str:
-    """The row of a turn (zero-shot prompt, target, EOS), or why it has none; `kind` of target:
-    `response` or `rewrite`."""
-    target = (turn.response if kind == "response" else turn.rewrite) or ""
+def turn_example(tokenizer, kind: str, instruction: str, eos_id: int, turn: Turn) -> Example | str:
+    """The row of a turn (zero-shot prompt, target, EOS), or why it has none; kind: `response` or
+    `rewrite`."""
+    target = getattr(turn, kind) or ""
     if not target.strip():
         return f"without {kind}"
     if kind == "rewrite":
@@ -276,7 +229,15 @@ def turn_example(turn: Turn, tokenizer, kind: str, instruction: str, eos_id: int
     return Example(tokens, mask, turn.conversation_id, parse_response(target).well_formed)
 
 
-def trajectory_example(row: dict, tokenizer) -> Example | str:
+def human_response(question: str, rewrite: str) -> str:
+    """A target made of a human rewrite: the think block lists the words that it adds to the
+    question."""
+    known = set(question.lower().split())
+    added = [word for word in rewrite.split() if word.lower() not in known]
+    return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
+
+
+def trajectory_example(tokenizer, row: dict) -> Example | str:
     """The row of a trajectory, in which the assistant's turns are trained, or why it has none."""
     if row.get("error"):
         return "failed for a technical reason"
@@ -292,8 +253,8 @@ def trajectory_example(row: dict, tokenizer) -> Example | str:
 def split_heldout(
     examples: list[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out): whole conversations, drawn with the seed; the only conversation is never
-    held out."""
+    """(train, held out): whole conversations, drawn with the seed; the only one is never held
+    out."""
     conversations = sorted({e.conversation_id for e in examples})
     random.Random(seed).shuffle(conversations)
     count = min(max(1, round(fraction * len(conversations))), len(conversations) - 1)

@@ -79,6 +79,7 @@ def load_text(tmp_path, text, *words, cls=Knobs):
 
 # ------------------------------------------------------------------------------------------------------ order
 
+
 def test_defaults_then_yaml_then_words(tmp_path):
     assert load() == Knobs()
     text = "count: 5\nrate: 0.25\ninner:\n  k1: 1.5\n  kind: dense\n"
@@ -109,30 +110,84 @@ def test_defaults_are_not_shared_between_two_configs():
 # ------------------------------------------------------------------------------------------------------ scalars
 
 SCALARS = [
-    ("rate", "1e-5", 1e-5), ("rate", "1E5", 1e5), ("rate", "-2.5e+3", -2500.0), ("rate", "3", 3.0), ("rate", ".5", 0.5),
-    ("rate", ".inf", math.inf), ("count", "1e3", 1000), ("count", "-4", -4), ("count", "1_000", 1000), ("count", "007", 7),
-    ("flag", "true", True), ("flag", "True", True), ("flag", "yes", True), ("flag", "off", False),
-    ("name", "007", "007"), ("name", "1e-5", "1e-5"), ("name", "1.50", "1.50"), ("name", "true", "true"), ("name", "12", "12"),
-    ("name", "2025-01-01", "2025-01-01"), ("name", "0x10", "0x10"), ("name", "1:30", "1:30"), ("name", "'a b'", "a b"),
-    ("name", '"null"', "null"), ("name", "'007'", "007"), ("name", "''", ""), ("name", "村上 春樹", "村上 春樹"),
-    ("note", "null", None), ("note", "~", None), ("note", "'null'", "null"), ("note", "007", "007"), ("note", "", None),
-    ("limit", "null", None), ("limit", "", None), ("limit", "12", 12),
-    ("words", "[a, 007, 'b c', 1.50, yes]", ["a", "007", "b c", "1.50", "yes"]), ("words", "[]", []),
-    ("numbers", "[1, 1e-5, 2.5]", [1.0, 1e-5, 2.5]), ("table", "{a: 1, 07: 2e0}", {"a": 1.0, "07": 2.0}),
-    ("mode", "fast", "fast"), ("mode", "7", "7"), ("level", "2", 2),
-    ("paths", "a.run", "a.run"), ("paths", "[a.run, 12]", ["a.run", "12"]), ("inner", "{k1: 2}", Inner(2.0)),
+    ("rate", "1e-5", 1e-5),
+    ("rate", "1E5", 1e5),
+    ("rate", "-2.5e+3", -2500.0),
+    ("rate", "3", 3.0),
+    ("rate", ".5", 0.5),
+    ("rate", ".inf", math.inf),
+    ("count", "1e3", 1000),
+    ("count", "-4", -4),
+    ("count", "1_000", 1000),
+    ("count", "007", 7),
+    ("flag", "true", True),
+    ("flag", "True", True),
+    ("flag", "yes", True),
+    ("flag", "off", False),
+    ("name", "007", "007"),
+    ("name", "1e-5", "1e-5"),
+    ("name", "1.50", "1.50"),
+    ("name", "true", "true"),
+    ("name", "12", "12"),
+    ("name", "2025-01-01", "2025-01-01"),
+    ("name", "0x10", "0x10"),
+    ("name", "1:30", "1:30"),
+    ("name", "'a b'", "a b"),
+    ("name", '"null"', "null"),
+    ("name", "'007'", "007"),
+    ("name", "''", ""),
+    ("name", "村上 春樹", "村上 春樹"),
+    ("note", "null", None),
+    ("note", "~", None),
+    ("note", "'null'", "null"),
+    ("note", "007", "007"),
+    ("note", "", None),
+    ("limit", "null", None),
+    ("limit", "", None),
+    ("limit", "12", 12),
+    ("words", "[a, 007, 'b c', 1.50, yes]", ["a", "007", "b c", "1.50", "yes"]),
+    ("words", "[]", []),
+    ("numbers", "[1, 1e-5, 2.5]", [1.0, 1e-5, 2.5]),
+    ("table", "{a: 1, 07: 2e0}", {"a": 1.0, "07": 2.0}),
+    ("mode", "fast", "fast"),
+    ("mode", "7", "7"),
+    ("level", "2", 2),
+    ("paths", "a.run", "a.run"),
+    ("paths", "[a.run, 12]", ["a.run", "12"]),
+    ("inner", "{k1: 2}", Inner(2.0)),
 ]
 
 
 @pytest.mark.parametrize("key, text, value", SCALARS, ids=[f"{k}={t}" for k, t, _ in SCALARS])
 def test_scalar_means_the_same_in_a_word_and_in_a_file(tmp_path, key, text, value):
-    for got in (getattr(load(f"{key}={text}"), key), getattr(load_text(tmp_path, f"{key}: {text}\n"), key)):
+    for got in (
+        getattr(load(f"{key}={text}"), key),
+        getattr(load_text(tmp_path, f"{key}: {text}\n"), key),
+    ):
         assert got == value and type(got) is type(value)
         if isinstance(value, list):
             assert [type(g) for g in got] == [type(v) for v in value]
 
 
-@pytest.mark.parametrize("text", ["a: b", "#1", "a #b", "a=b", "{", "[x", "- a", " x ", "query: ", "<|im_end|>", "*", "&a", "!t", "|"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: b",
+        "#1",
+        "a #b",
+        "a=b",
+        "{",
+        "[x",
+        "- a",
+        " x ",
+        "query: ",
+        "<|im_end|>",
+        "*",
+        "&a",
+        "!t",
+        "|",
+    ],
+)
 def test_a_word_is_kept_as_typed_where_yaml_would_take_it_apart(text):
     assert load(f"name={text}").name == text
 
@@ -142,13 +197,35 @@ def test_empty_word_and_empty_file_entry_are_the_empty_text(tmp_path):
 
 
 WRONG = [
-    ("count", "1.5", "int"), ("count", "true", "int"), ("count", "'3'", "int"), ("count", "three", "int"), ("count", "null", "int"),
-    ("count", "", "int"), ("count", "[1]", "int"), ("count", ".nan", "int"), ("count", ".inf", "int"),
-    ("rate", "fast", "float"), ("rate", "true", "float"), ("rate", ".nan", "float"), ("rate", "nan", "float"), ("rate", "'1'", "float"),
-    ("flag", "1", "bool"), ("flag", "'true'", "bool"), ("flag", "2.0", "bool"), ("name", "[a]", "str"), ("name", "null", "str"),
-    ("limit", "x", "int or null"), ("words", "[[a]]", "str"), ("numbers", "[1, x]", "float"),
-    ("table", "[1]", "dict of float"), ("table", "{a: x}", "float"), ("mode", "slow", "one of fast, 7"), ("level", "3", "one of 1, 2"),
-    ("level", "true", "one of 1, 2"), ("level", "1.0", "one of 1, 2"), ("level", "'1'", "one of 1, 2"),
+    ("count", "1.5", "int"),
+    ("count", "true", "int"),
+    ("count", "'3'", "int"),
+    ("count", "three", "int"),
+    ("count", "null", "int"),
+    ("count", "", "int"),
+    ("count", "[1]", "int"),
+    ("count", ".nan", "int"),
+    ("count", ".inf", "int"),
+    ("rate", "fast", "float"),
+    ("rate", "true", "float"),
+    ("rate", ".nan", "float"),
+    ("rate", "nan", "float"),
+    ("rate", "'1'", "float"),
+    ("flag", "1", "bool"),
+    ("flag", "'true'", "bool"),
+    ("flag", "2.0", "bool"),
+    ("name", "[a]", "str"),
+    ("name", "null", "str"),
+    ("limit", "x", "int or null"),
+    ("words", "[[a]]", "str"),
+    ("numbers", "[1, x]", "float"),
+    ("table", "[1]", "dict of float"),
+    ("table", "{a: x}", "float"),
+    ("mode", "slow", "one of fast, 7"),
+    ("level", "3", "one of 1, 2"),
+    ("level", "true", "one of 1, 2"),
+    ("level", "1.0", "one of 1, 2"),
+    ("level", "'1'", "one of 1, 2"),
 ]
 
 
@@ -175,8 +252,18 @@ def test_nested_errors_name_the_whole_key():
 
 # ------------------------------------------------------------------------------------------------------ keys
 
-@pytest.mark.parametrize("word, near", [("cuont=3", "count"), ("rates=1", "rate"), ("inner.k2=1", "inner.k1"), ("iner.k1=1", "inner"),
-                                        ("inner.knid=dense", "inner.kind"), ("--Count=3", "count")])
+
+@pytest.mark.parametrize(
+    "word, near",
+    [
+        ("cuont=3", "count"),
+        ("rates=1", "rate"),
+        ("inner.k2=1", "inner.k1"),
+        ("iner.k1=1", "inner"),
+        ("inner.knid=dense", "inner.kind"),
+        ("--Count=3", "count"),
+    ],
+)
 def test_unknown_key_names_the_nearest(word, near):
     with pytest.raises(config.ConfigError, match=rf"unknown key .*did you mean {near}\?"):
         load(word)
@@ -196,7 +283,9 @@ def test_one_value_stands_for_a_list_of_one():
 
 
 def test_unknown_key_without_a_neighbour_lists_all(tmp_path):
-    with pytest.raises(config.ConfigError, match="unknown key zzzzzzz; known keys: name, note, count"):
+    with pytest.raises(
+        config.ConfigError, match="unknown key zzzzzzz; known keys: name, note, count"
+    ):
         load("zzzzzzz=1")
     with pytest.raises(config.ConfigError, match="unknown key 1"):
         load_text(tmp_path, "1: 2\n")
@@ -224,14 +313,25 @@ def test_stray_words(words):
 
 # ------------------------------------------------------------------------------------------------------ files
 
+
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "null\n", "---\n", "\ufeffcount: 3\n"])
 def test_files_that_set_nothing_new(tmp_path, text):
     assert load_text(tmp_path, text) == Knobs()
 
 
-@pytest.mark.parametrize("text, reason", [("5", "mapping"), ("[1]", "mapping"), ("abc", "mapping"), ("count: 1\n\tname: x", "YAML"),
-                                          (b"name: caf\xe9", "YAML"), ("a: 1\n---\nb: 2\n", "YAML"), ("name: !!python/name:os.system\n", "YAML"),
-                                          ("[a]: 3", "mapping|YAML")])
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("5", "mapping"),
+        ("[1]", "mapping"),
+        ("abc", "mapping"),
+        ("count: 1\n\tname: x", "YAML"),
+        (b"name: caf\xe9", "YAML"),
+        ("a: 1\n---\nb: 2\n", "YAML"),
+        ("name: !!python/name:os.system\n", "YAML"),
+        ("[a]: 3", "mapping|YAML"),
+    ],
+)
 def test_bad_files_are_named(tmp_path, text, reason):
     with pytest.raises(config.ConfigError, match=rf"c\.yaml.*({reason})"):
         load_text(tmp_path, text)
@@ -244,17 +344,58 @@ def test_missing_file_and_folder(tmp_path):
         load("--config", str(tmp_path))
 
 
-AWKWARD = ["007", "1e-5", "1.50", "yes", "null", "~", "", " x ", "a: b", "#1", "a\nb\n", "\ttab", "2025-01-01", "é 村上 🎬", "a\u2028b",
-           "'q'", '"', "- x", "{", "=", "<<", "|", "0x10", "1:30", "\ufeffx", "\x07"]
+AWKWARD = [
+    "007",
+    "1e-5",
+    "1.50",
+    "yes",
+    "null",
+    "~",
+    "",
+    " x ",
+    "a: b",
+    "#1",
+    "a\nb\n",
+    "\ttab",
+    "2025-01-01",
+    "é 村上 🎬",
+    "a\u2028b",
+    "'q'",
+    '"',
+    "- x",
+    "{",
+    "=",
+    "<<",
+    "|",
+    "0x10",
+    "1:30",
+    "\ufeffx",
+    "\x07",
+]
 
 
 def test_saved_config_loads_equal(tmp_path):
     path = str(tmp_path / "saved.yaml")
-    cfg = Knobs(name="a: b", note="null", count=-3, limit=0, rate=1e-6, flag=True, words=AWKWARD, numbers=[1e-30, 1e300, math.inf, -0.0],
-                table={w: float(i) for i, w in enumerate(AWKWARD)}, mode="7", level=2, paths=AWKWARD[:3], inner=Inner(0.82, "dense"))
+    cfg = Knobs(
+        name="a: b",
+        note="null",
+        count=-3,
+        limit=0,
+        rate=1e-6,
+        flag=True,
+        words=AWKWARD,
+        numbers=[1e-30, 1e300, math.inf, -0.0],
+        table={w: float(i) for i, w in enumerate(AWKWARD)},
+        mode="7",
+        level=2,
+        paths=AWKWARD[:3],
+        inner=Inner(0.82, "dense"),
+    )
     config.save_config(cfg, path)
     assert config.load_config(Knobs, ["--config", path]) == cfg
-    assert list(yaml.safe_load(Path(path).read_text(encoding="utf-8"))) == [f for f in Knobs.__dataclass_fields__]  # whole, in order
+    assert list(yaml.safe_load(Path(path).read_text(encoding="utf-8"))) == [
+        f for f in Knobs.__dataclass_fields__
+    ]  # whole, in order
     for text in AWKWARD:
         config.save_config(Knobs(name=text, note=text, paths=text), path)
         got = config.load_config(Knobs, ["--config", path])
@@ -336,7 +477,14 @@ def command(tmp_path_factory):
     path.write_text(SCRIPT.format(root=str(ROOT)), encoding="utf-8")
 
     def call(*words):
-        return subprocess.run([sys.executable, str(path), *words], capture_output=True, text=True, timeout=60, encoding="utf-8")
+        return subprocess.run(
+            [sys.executable, str(path), *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            encoding="utf-8",
+        )
+
     return call
 
 
@@ -352,10 +500,19 @@ def test_success_ends_with_one_json_line(command):
     assert json.loads(done.stdout.splitlines()[-1]) == {"what": "fine", "k1": 1.5, "é": 1}
 
 
-@pytest.mark.parametrize("words, status, text", [
-    (["what=bad"], 2, "error: the value 3 is wrong; use 4"), (["waht=x"], 2, "did you mean what?"), (["part.k1=x"], 2, "part.k1='x'"),
-    (["--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml"), (["what=ended"], 3, "error: collapse"),
-    (["what=full"], 1, "error: /tmp/x: No space left on device"), (["what=ctrl-c"], 130, "Ctrl-C"), (["what=term"], 143, "cleaned up")])
+@pytest.mark.parametrize(
+    "words, status, text",
+    [
+        (["what=bad"], 2, "error: the value 3 is wrong; use 4"),
+        (["waht=x"], 2, "did you mean what?"),
+        (["part.k1=x"], 2, "part.k1='x'"),
+        (["--config", "/nonexistent.yaml"], 2, "/nonexistent.yaml"),
+        (["what=ended"], 3, "error: collapse"),
+        (["what=full"], 1, "error: /tmp/x: No space left on device"),
+        (["what=ctrl-c"], 130, "Ctrl-C"),
+        (["what=term"], 143, "cleaned up"),
+    ],
+)
 def test_exit_status(command, words, status, text):
     done = command(*words)
     assert done.returncode == status and text in done.stderr
@@ -376,16 +533,26 @@ def test_help_shows_every_knob_with_type_default_and_meaning(command):
     done = command("--help")
     assert done.returncode == 0 and done.stderr == ""
     lines = [line.strip() for line in done.stdout.splitlines()]
-    assert lines[0] == "A command for the test." and "usage: python tool.py [--config FILE.yaml] [key=value …]" in lines
-    for knob, meaning in [('what: str = "ok"', "what to do"), ("sizes: list of int = [1, 2]", "some sizes"),
-                          ("part.k1: float = 0.9", "saturation of terms")]:
+    assert (
+        lines[0] == "A command for the test."
+        and "usage: python tool.py [--config FILE.yaml] [key=value …]" in lines
+    )
+    for knob, meaning in [
+        ('what: str = "ok"', "what to do"),
+        ("sizes: list of int = [1, 2]", "some sizes"),
+        ("part.k1: float = 0.9", "saturation of terms"),
+    ]:
         assert lines[lines.index(knob) + 1] == meaning
     assert any(line.startswith("part.…") and line.endswith("a part of it") for line in lines)
 
 
 def test_help_joins_doc_lines_and_names_choices():
     text = " ".join(config.help_text(Knobs).split())
-    assert "a number, told on two lines" in text and "mode: one of fast, 7 = \"fast\"" in text and "note: str or null = null" in text
+    assert (
+        "a number, told on two lines" in text
+        and 'mode: one of fast, 7 = "fast"' in text
+        and "note: str or null = null" in text
+    )
     assert "needed: int = (required)" in config.help_text(Strict)
 
 
@@ -399,33 +566,68 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith("# tool: "), f"{path.name}: the first line must be `# tool: <file>.py`"
-    tool, *command = first.removeprefix("# tool: ").split()  # `# tool: prepare.py demo` names a command of a tool
+    tool, *command = first.removeprefix(
+        "# tool: "
+    ).split()  # `# tool: prepare.py demo` names a command of a tool
     module = importlib.import_module(tool.removesuffix(".py"))
     noun = command[0] if command else module.__name__
-    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__
-               and c.__name__.lower() == f"{noun}config"]
+    classes = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type)
+        and c.__module__ == module.__name__
+        and c.__name__.lower() == f"{noun}config"
+    ]
     assert len(classes) == 1, f"{module.__name__}.py has no {noun.capitalize()}Config"
     cfg = config.load_config(classes[0], ["--config", str(path)])
     text = path.read_text(encoding="utf-8")
-    monkeypatch.setattr(importlib.import_module("grpo"), "check_engine", lambda *a, **k: None)  # is vLLM installed here?
-    if noun == "grpo":  # what the tool itself refuses before it loads a model, for the processes that the comment names
+    monkeypatch.setattr(
+        importlib.import_module("grpo"), "check_engine", lambda *a, **k: None
+    )  # is vLLM installed here?
+    if (
+        noun == "grpo"
+    ):  # what the tool itself refuses before it loads a model, for the processes that the comment names
         module.check_config(cfg, int(re.search(r"nproc-per-node (\d+)|$", text)[1] or 1))
     if noun == "evaluate":
         module.check(cfg)
-    if noun in ("sft", "grpo") and re.search(r"-(qwen|llama)[\d.]+b-", path.name):  # a published model's: says what to expect
-        assert all(f"\n# {word}" in text for word in ("Hardware:", "Hours:", "Expected", "Departures:")), path.name
+    if noun in ("sft", "grpo") and re.search(
+        r"-(qwen|llama)[\d.]+b-", path.name
+    ):  # a published model's: says what to expect
+        assert all(
+            f"\n# {word}" in text for word in ("Hardware:", "Hours:", "Expected", "Departures:")
+        ), path.name
 
 
-ENTRY = [n for n in ("prepare", "retriever", "sft", "grpo", "infer", "evaluate", "serve", "report",
-                     "sources.files", "sources.conversations", "sources.questions")
-         if (ROOT / f"{n.replace('.', '/')}.py").exists()]
+ENTRY = [
+    n
+    for n in (
+        "prepare",
+        "retriever",
+        "sft",
+        "grpo",
+        "infer",
+        "evaluate",
+        "serve",
+        "report",
+        "sources.files",
+        "sources.conversations",
+        "sources.questions",
+    )
+    if (ROOT / f"{n.replace('.', '/')}.py").exists()
+]
 
 
 @pytest.mark.parametrize("name", ENTRY)
 def test_every_knob_of_every_tool_has_its_line_of_meaning(name):
     module = importlib.import_module(name)
-    configs = [c for c in vars(module).values()
-               if isinstance(c, type) and c.__module__ in (name, "search.passages") and c.__name__.endswith("Config") and hasattr(c, "__dataclass_fields__")]
+    configs = [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type)
+        and c.__module__ in (name, "search.passages")
+        and c.__name__.endswith("Config")
+        and hasattr(c, "__dataclass_fields__")
+    ]
     assert configs
     for cls in configs:
         docs = config.field_docs(cls)
@@ -444,9 +646,15 @@ class Outer:
     inner: Ranged = field(default_factory=Ranged)
 
 
-@pytest.mark.parametrize("word, message", [
-    ("inner.lr=0", "inner.lr=0.0 must be above 0"), ("inner.lr=.inf", "inner.lr=inf must be above 0"),
-    ("inner.steps=0", "inner.steps=0 must be at least 1, or null"), ("inner.share=1.5", "must be from 0 to 1")])
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("inner.lr=0", "inner.lr=0.0 must be above 0"),
+        ("inner.lr=.inf", "inner.lr=inf must be above 0"),
+        ("inner.steps=0", "inner.steps=0 must be at least 1, or null"),
+        ("inner.share=1.5", "must be from 0 to 1"),
+    ],
+)
 def test_a_number_out_of_its_range_is_named_with_the_rule(word, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(Outer, [word])
@@ -458,6 +666,7 @@ def test_numbers_at_the_edge_of_a_range_and_null_are_taken():
     with pytest.raises(ConfigError, match="share"):
         check_ranges(Outer(Ranged(share=2.0)))
 
+
 @dataclass
 class Output:
     out: str = ""
@@ -465,6 +674,7 @@ class Output:
 
 def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys):
     """torchrun's status is 1 whatever a worker's was."""
+
     class Collapsed(RuntimeError):
         exit_status = 3
 
@@ -473,12 +683,17 @@ def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys)
             if error:
                 raise error
             return {}
+
         with contextlib.suppress(SystemExit):
             config.run(Output, main, [f"out={tmp_path}"], status_file="exit.json")
         path = tmp_path / "exit.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    assert ends_with(Collapsed("the reward fell")) == {"status": 3, "reason": "error: the reward fell", "rank": "0"}
+    assert ends_with(Collapsed("the reward fell")) == {
+        "status": 3,
+        "reason": "error: the reward fell",
+        "rank": "0",
+    }
     assert ends_with(SystemExit(143))["status"] == 143
     assert ends_with(ConfigError("lr"))["status"] == 2
     with pytest.raises(SystemExit):

@@ -32,17 +32,37 @@ from runs import begin_metrics, write_jsonl
 from scoring.health import step_figures
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+}
 
 
 def write_world(folder: Path, turns: int = 16) -> None:
     """A corpus in which `what alpha7` finds passage p7 alone, and one turn for each of its first passages."""
     corpus = [{"id": f"p{i}", "title": "", "text": f"alpha{i} is known"} for i in range(10)]
-    rows = [{"query_id": f"q{i}", "conversation_id": f"c{i}", "turn": 1, "context": [["what is it", f"alpha{i % 10}"]],
-             "question": "and this?", "gold_ids": [f"p{i % 10}"]} for i in range(turns)]
+    rows = [
+        {
+            "query_id": f"q{i}",
+            "conversation_id": f"c{i}",
+            "turn": 1,
+            "context": [["what is it", f"alpha{i % 10}"]],
+            "question": "and this?",
+            "gold_ids": [f"p{i % 10}"],
+        }
+        for i in range(turns)
+    ]
     write_jsonl(folder / "corpus.jsonl", corpus)
     write_jsonl(folder / "train.jsonl", rows)
-    write_jsonl(folder / "dev.jsonl", [r | {"query_id": "d" + r["query_id"], "conversation_id": "d" + r["query_id"]} for r in rows[:3]])
+    write_jsonl(
+        folder / "dev.jsonl",
+        [
+            r | {"query_id": "d" + r["query_id"], "conversation_id": "d" + r["query_id"]}
+            for r in rows[:3]
+        ],
+    )
 
 
 def write_formatted_lm(folder: Path) -> None:
@@ -52,8 +72,13 @@ def write_formatted_lm(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
     for step in range(150):
-        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 150)  # ends where small steps keep the form
-        rows = [encode_example(tokenizer, prompt, response_text("a", f"alpha{rng.randrange(10)}"), 2)[0] for _ in range(8)]
+        optimizer.param_groups[0]["lr"] = 1e-2 * (
+            1 - step / 150
+        )  # ends where small steps keep the form
+        rows = [
+            encode_example(tokenizer, prompt, response_text("a", f"alpha{rng.randrange(10)}"), 2)[0]
+            for _ in range(8)
+        ]
         tokens = torch.tensor(rows)
         loss = -token_logprobs(model, tokens, torch.ones_like(tokens)).mean()
         optimizer.zero_grad()
@@ -83,17 +108,41 @@ def command(world: Path, out: str, *more: str, processes: int = 1) -> list[str]:
 
 
 def settings(out: str) -> list[str]:
-    return ["model=lm", "train=train.jsonl", "dev=dev.jsonl", f"out={out}", "retriever.kind=bm25",
-            "retriever.corpus=corpus.jsonl", "prompts_per_step=4", "group_size=4", "max_response_tokens=64", "micro_batch_tokens=256",
-            "steps=4", "validate_every=2", "save_every=1", "lr=1e-3", "warmup_steps=2"]
+    return [
+        "model=lm",
+        "train=train.jsonl",
+        "dev=dev.jsonl",
+        f"out={out}",
+        "retriever.kind=bm25",
+        "retriever.corpus=corpus.jsonl",
+        "prompts_per_step=4",
+        "group_size=4",
+        "max_response_tokens=64",
+        "micro_batch_tokens=256",
+        "steps=4",
+        "validate_every=2",
+        "save_every=1",
+        "lr=1e-3",
+        "warmup_steps=2",
+    ]
 
 
 def run(world: Path, out: str, *more: str, processes: int = 1) -> subprocess.CompletedProcess:
-    return subprocess.run(command(world, out, *more, processes=processes), cwd=world, env=ENV, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command(world, out, *more, processes=processes),
+        cwd=world,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def metrics(world: Path, out: str) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("seconds_")} for _, row in data.read_jsonl(world / out / "metrics.jsonl")]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("seconds_")}
+        for _, row in data.read_jsonl(world / out / "metrics.jsonl")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ the update
@@ -110,24 +159,35 @@ def make_batch(seed: int = 0):
             response = [rng.randrange(5, 200) for _ in range(n)]
             mask = [0 if n > 8 and 2 <= i < 5 else 1 for i in range(n)]
             rollouts.append(Rollout(prompt, response, [-2.0] * n, mask, group, "eos"))
-    advantages = grpo.group_advantages(torch.tensor([rng.random() for _ in rollouts]), torch.tensor([r.group_id for r in rollouts]))
+    advantages = grpo.group_advantages(
+        torch.tensor([rng.random() for _ in rollouts]), torch.tensor([r.group_id for r in rollouts])
+    )
     return rollouts, advantages
 
 
 def plans(policy, rollouts, advantages, cfg, skip_flat=False):
     batch = collate_rollouts(rollouts, advantages, 0)
-    return plan_updates(policy, batch, torch.device("cpu"), cfg.micro_batch_tokens, cfg.updates_per_batch, skip_flat)
+    return plan_updates(
+        policy, batch, torch.device("cpu"), cfg.micro_batch_tokens, cfg.updates_per_batch, skip_flat
+    )
 
 
 def gradients(cfg: grpo.GRPOConfig, rollouts, advantages, dist) -> dict[str, torch.Tensor]:
     """One `update` with an optimizer that only records: the gradient, unclipped, as full tensors."""
     policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
-    reference = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), dist)
+    reference = distributed.shard_model(
+        prepare_causal_lm(tiny.tiny_lm(seed=2)).requires_grad_(False), dist
+    )
     found: dict[str, torch.Tensor] = {}
 
     class Recorder(torch.optim.SGD):
         def step(self, closure=None):
-            found.update({name: distributed.full_tensor(p.grad).clone() for name, p in policy.named_parameters()})
+            found.update(
+                {
+                    name: distributed.full_tensor(p.grad).clone()
+                    for name, p in policy.named_parameters()
+                }
+            )
 
     updates = plans(policy, rollouts, advantages, cfg)
     grpo.add_reference(reference, updates, cfg.temperature)
@@ -146,7 +206,9 @@ def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
     per_sequence = []
     for r, a in zip(rollouts, advantages.double()):
         ids = torch.tensor([r.prompt_ids + r.response_ids])
-        lp, ref = (torch.log_softmax(m(ids).logits[0] / cfg.temperature, -1) for m in (policy, reference))
+        lp, ref = (
+            torch.log_softmax(m(ids).logits[0] / cfg.temperature, -1) for m in (policy, reference)
+        )
         losses = []
         for i, token in enumerate(r.response_ids):
             if r.loss_mask[i]:
@@ -158,9 +220,11 @@ def by_hand(rollouts, advantages, cfg) -> dict[str, torch.Tensor]:
                 losses.append(-a * ratio + cfg.kl_coef * kl)
         per_sequence.append(losses)
     filled = [x for x in per_sequence if x]
-    loss = {"token_mean": lambda: sum(map(sum, filled)) / sum(map(len, filled)),
-            "seq_mean_token_mean": lambda: sum(sum(x) / len(x) for x in filled) / len(filled),
-            "seq_sum_norm": lambda: sum(map(sum, filled)) / (len(filled) * cfg.max_response_tokens)}[cfg.loss_mode]()
+    loss = {
+        "token_mean": lambda: sum(map(sum, filled)) / sum(map(len, filled)),
+        "seq_mean_token_mean": lambda: sum(sum(x) / len(x) for x in filled) / len(filled),
+        "seq_sum_norm": lambda: sum(map(sum, filled)) / (len(filled) * cfg.max_response_tokens),
+    }[cfg.loss_mode]()
     loss.backward()
     return {name: p.grad.float() for name, p in policy.named_parameters()} | {"loss": loss.item()}
 
@@ -182,7 +246,9 @@ def test_update_equals_loops_and_does_not_depend_on_the_token_budget(dist, mode)
 def test_two_processes_give_the_gradient_of_one(dist, tmp_path):
     """Groups go to different ranks with different token counts; the loss has one global denominator."""
     rollouts, advantages = make_batch()
-    cfg = grpo.GRPOConfig(kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=40)
+    cfg = grpo.GRPOConfig(
+        kl_coef=0.5, max_grad_norm=1e9, max_response_tokens=16, micro_batch_tokens=40
+    )
     single = gradients(cfg, rollouts, advantages, dist)
     script = tmp_path / "two.py"
     script.write_text(f"""
@@ -203,7 +269,21 @@ if dist.rank == 0:
 distributed.all_reduce_sum([0.0])  # nobody leaves while another still works
 distributed.cleanup()
 """)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)], env=ENV, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+        ],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     double, kept, exchanged = torch.load(tmp_path / "two.pt", weights_only=False)
     rows = [row for part in exchanged for row in part]
@@ -219,7 +299,9 @@ distributed.cleanup()
     assert double["stats"]["loss"] == pytest.approx(single["stats"]["loss"], rel=1e-5)
     for name in single:
         if name != "stats":
-            assert (double[name] - single[name]).abs().max() <= 1e-5 * single[name].abs().max() + 1e-7, name
+            assert (double[name] - single[name]).abs().max() <= 1e-5 * single[
+                name
+            ].abs().max() + 1e-7, name
 
 
 def test_ratio_is_one_on_the_first_update_even_with_dropout(dist, tmp_path):
@@ -227,9 +309,9 @@ def test_ratio_is_one_on_the_first_update_even_with_dropout(dist, tmp_path):
     policy = distributed.shard_model(load_causal_lm(str(tmp_path)), dist)
     batch = collate_rollouts(*make_batch(), 0)
     with torch.no_grad():
-        old = token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+        old = token_logprobs(policy, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
         policy.train()
-        new = token_logprobs(policy, batch.tokens, batch.attention_mask, .7, batch.loss_mask)
+        new = token_logprobs(policy, batch.tokens, batch.attention_mask, 0.7, batch.loss_mask)
     assert torch.exp(new - old).sub(1).abs().max() <= 1e-5
 
 
@@ -237,7 +319,10 @@ def test_kl_still_acts_on_flat_groups(dist):
     rollouts, _ = make_batch()
     cfg = grpo.GRPOConfig(kl_coef=0.1, max_grad_norm=1e9)
     found = gradients(cfg, rollouts, torch.zeros(len(rollouts)), dist)
-    assert found["stats"]["loss"] == pytest.approx(0.1 * found["stats"]["kl"], rel=1e-5) and found["stats"]["kl"] > 0
+    assert (
+        found["stats"]["loss"] == pytest.approx(0.1 * found["stats"]["kl"], rel=1e-5)
+        and found["stats"]["kl"] > 0
+    )
 
 
 def test_several_updates_on_a_batch_use_the_policy_before_the_first(dist):
@@ -245,11 +330,20 @@ def test_several_updates_on_a_batch_use_the_policy_before_the_first(dist):
     rollouts, advantages = make_batch()
     policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, clip_eps=0.01, micro_batch_tokens=40)
-    stats = updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist)
-    assert stats["clipped"] > 0 and math.isnan(stats["kl"])  # no reference: KL is not measured, and not 0
+    stats = updated(
+        policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist
+    )
+    assert stats["clipped"] > 0 and math.isnan(
+        stats["kl"]
+    )  # no reference: KL is not measured, and not 0
     policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
     cfg.updates_per_batch = 1
-    assert updated(policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist)["clipped"] == 0
+    assert (
+        updated(
+            policy, torch.optim.SGD(policy.parameters(), lr=1.0), rollouts, advantages, cfg, dist
+        )["clipped"]
+        == 0
+    )
 
 
 def test_an_update_without_a_sequence_of_its_own_changes_nothing(dist):
@@ -259,7 +353,14 @@ def test_an_update_without_a_sequence_of_its_own_changes_nothing(dist):
     for updates in (2, 3):
         policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0, weight_decay=0.1)
-        stats = updated(policy, optimizer, rollouts[:2], advantages[:2], grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates), dist)
+        stats = updated(
+            policy,
+            optimizer,
+            rollouts[:2],
+            advantages[:2],
+            grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates),
+            dist,
+        )
         assert stats["skipped"] == 0
         after.append([distributed.full_tensor(p.detach()).clone() for p in policy.parameters()])
     assert all(map(torch.equal, *after))
@@ -276,7 +377,12 @@ def test_rollouts_that_failed_or_have_no_trained_token_are_not_dealt_out(dist):
 def test_a_rank_without_rollouts_takes_part_without_training(dist):
     idle = [Rollout([5], [5], [0.0], [0], 0, "eos")]  # what grpo.build_updates puts there
     stats = gradients(grpo.GRPOConfig(kl_coef=0.5), idle, torch.zeros(1), dist)["stats"]
-    assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (0, 0.0, 0.0, 0)
+    assert (stats["tokens"], stats["loss"], stats["grad_norm"], stats["skipped"]) == (
+        0,
+        0.0,
+        0.0,
+        0,
+    )
 
 
 def test_groups_are_dealt_out_by_tokens_and_never_split():
@@ -285,7 +391,10 @@ def test_groups_are_dealt_out_by_tokens_and_never_split():
         sizes = [{i: rng.randrange(100, 3000) for i in range(16)} for _ in range(world)]
         owners = assign_groups(sizes)
         assert sorted(owners) == [(r, i) for r in range(world) for i in range(16)]
-        loads = [sum(sizes[r][i] for (r, i), owner in owners.items() if owner == rank) for rank in range(world)]
+        loads = [
+            sum(sizes[r][i] for (r, i), owner in owners.items() if owner == rank)
+            for rank in range(world)
+        ]
         assert max(loads) <= 1.03 * sum(loads) / world
     assert sorted(assign_groups([{0: 5, 1: 5}, {0: 5, 1: 5}]).values()) == [0, 0, 1, 1]
     assert assign_groups([{0: 9}, {}]) == {(0, 0): 0}
@@ -326,19 +435,35 @@ def test_a_step_without_a_gradient_moves_nothing(dist):
 def test_micro_batches_hold_the_budget_and_keep_groups_together():
     rng = random.Random(1)
     begin = [5, 6, 7]
-    rollouts = [Rollout(begin + [10 + g] * 4, [rng.randrange(5, 200) for _ in range(n)], [0.0] * n, [1] * n, g, "eos")
-                for g in range(6) for n in rng.choices(range(2, 20), k=4)]
+    rollouts = [
+        Rollout(
+            begin + [10 + g] * 4,
+            [rng.randrange(5, 200) for _ in range(n)],
+            [0.0] * n,
+            [1] * n,
+            g,
+            "eos",
+        )
+        for g in range(6)
+        for n in rng.choices(range(2, 20), k=4)
+    ]
     batch = collate_rollouts(rollouts, torch.zeros(24), 0)
     lengths = [len(r.response_ids) - 1 for r in rollouts]
     for budget in (1, 30, 80, 150, 10000):
         pieces = micro_batch_rows(batch, list(range(24)), budget)
         assert sorted(r for p in pieces for r in p) == list(range(24))
         for piece in pieces:
-            laid_out = share_prefixes(batch.tokens[piece], batch.attention_mask[piece], batch.prompt_lengths[piece], batch.group_ids[piece], 1 << 60)
+            laid_out = share_prefixes(
+                batch.tokens[piece],
+                batch.attention_mask[piece],
+                batch.prompt_lengths[piece],
+                batch.group_ids[piece],
+                1 << 60,
+            )
             size = int((laid_out.segment_ids >= 0).sum())
             assert size <= budget or len(piece) == 1
         for g in range(6):  # a group that fits is in one piece
-            if 3 + 4 + sum(lengths[4 * g:4 * g + 4]) <= budget:
+            if 3 + 4 + sum(lengths[4 * g : 4 * g + 4]) <= budget:
                 assert sum(any(r // 4 == g for r in p) for p in pieces) == 1
     assert len(pieces) == 1
 
@@ -350,9 +475,19 @@ def test_a_non_finite_gradient_skips_the_step(dist):
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     policy = distributed.shard_model(prepare_causal_lm(model), dist)
     before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    stats = updated(policy, make_optimizer(policy, 1e-2), rollouts, advantages, grpo.GRPOConfig(kl_coef=0.0), dist)
+    stats = updated(
+        policy,
+        make_optimizer(policy, 1e-2),
+        rollouts,
+        advantages,
+        grpo.GRPOConfig(kl_coef=0.0),
+        dist,
+    )
     assert stats["skipped"] == 1
-    assert all(torch.equal(a.nan_to_num(), distributed.full_tensor(p.detach()).nan_to_num()) for a, p in zip(before, policy.parameters()))
+    assert all(
+        torch.equal(a.nan_to_num(), distributed.full_tensor(p.detach()).nan_to_num())
+        for a, p in zip(before, policy.parameters())
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ the scoring
@@ -371,7 +506,12 @@ class Ranker:
 
 def rollouts_of(texts: list[tuple[int, str]], end: str = "eos") -> list[Rollout]:
     tokenizer = tiny.tiny_tokenizer()
-    return [Rollout([5], ids := tokenizer(t)["input_ids"] + [2], [0.0] * len(ids), [1] * len(ids), g, end) for g, t in texts]
+    return [
+        Rollout(
+            [5], ids := tokenizer(t)["input_ids"] + [2], [0.0] * len(ids), [1] * len(ids), g, end
+        )
+        for g, t in texts
+    ]
 
 
 def turn(i: int, golds: list[str]) -> data.Turn:
@@ -381,8 +521,18 @@ def turn(i: int, golds: list[str]) -> data.Turn:
 def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one():
     good = response_text("a", "alpha")
     ranker = Ranker({"alpha": 1, "beta": None})
-    rollouts = rollouts_of([(0, good), (0, good), (0, "no tags"), (0, "<think>a</think>\n<rewrite>  </rewrite>"), (0, response_text("a", "beta"))])
-    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    rollouts = rollouts_of(
+        [
+            (0, good),
+            (0, good),
+            (0, "no tags"),
+            (0, "<think>a</think>\n<rewrite>  </rewrite>"),
+            (0, response_text("a", "beta")),
+        ]
+    )
+    scores = grpo.score_rewrites(
+        rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig()
+    )
     assert ranker.asked == ["alpha", "beta"]  # the empty rewrite is not searched either
     assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
     assert [s.figures["rank"] for s in scores] == [1, 1, None, None, None]
@@ -390,26 +540,38 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
 
 def test_a_failed_search_is_left_out_and_counted_never_scored(dist):
     from retriever import FAILED
+
     ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
     cfg = grpo.GRPOConfig()
     scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
     advantages = grpo.rollout_advantages(rollouts, scores)
-    assert [a is None for a in advantages] == [False, True, False, False] and sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-6)
+    assert [a is None for a in advantages] == [False, True, False, False] and sum(
+        a for a in advantages if a is not None
+    ) == pytest.approx(0, abs=1e-6)
     run = type("R", (), {"dist": dist})
-    figures = step_figures(training.gather_rows(run, rollouts, scores, advantages, [turn(0, ["p"])]))
+    figures = step_figures(
+        training.gather_rows(run, rollouts, scores, advantages, [turn(0, ["p"])])
+    )
     assert figures["failed"] == 1 and figures["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
 
 
 def test_an_engine_error_is_left_out():
     rollouts = rollouts_of([(0, response_text("t", "a"))], end="engine_error")
-    assert grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig())[0].reward is None
+    assert (
+        grpo.score_rewrites(
+            rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig()
+        )[0].reward
+        is None
+    )
 
 
 def test_a_step_in_which_everything_failed_stops_with_a_reason(dist):
     rollouts = rollouts_of([(0, "x")], end="engine_error")
-    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig())
+    scores = grpo.score_rewrites(
+        rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig()
+    )
     with pytest.raises(grpo.Stopped, match="failed"):
         grpo.rollout_advantages(rollouts, scores)
 
@@ -429,43 +591,74 @@ def test_run_folder_and_last_line(world, finished):
     last = json.loads(finished.stdout.strip().splitlines()[-1])
     assert last["steps"] == 4 and last["final"] == "whole/final"
     rows = metrics(world, "whole")
-    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and rows[0]["dev_mrr"] == last["dev_mrr_start"]
-    assert any(r["grad_norm"] > 0 for r in rows[1:])
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4] and rows[0]["dev_mrr"] == last[
+        "dev_mrr_start"
+    ]
+    assert any(r["grad_norm"] > 0 for r in rows[1:]) and all(
+        r["prompt_tokens"] > 0 for r in rows[1:]
+    )
     rollouts = [row for _, row in data.read_jsonl(world / "whole/rollouts/step_000001.jsonl")]
-    assert len(rollouts) == 16 and {"query_id", "response", "rank", "reward", "advantage"} <= set(rollouts[0])
+    assert len(rollouts) == 16 and {"query_id", "response", "rank", "reward", "advantage"} <= set(
+        rollouts[0]
+    )
     assert "4 prompts × 4 samples / 1 process = 16 sequences" in finished.stdout
     from transformers import AutoModelForCausalLM
+
     AutoModelForCausalLM.from_pretrained(world / "whole/final")
 
 
 def test_a_killed_run_continues_bit_identically(world, finished):
-    process = subprocess.Popen(command(world, "killed"), cwd=world, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(world, "killed"),
+        cwd=world,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wanted = world / "killed/checkpoint_000002"
     deadline = time.time() + 300
     while not wanted.exists() and process.poll() is None and time.time() < deadline:
         time.sleep(0.02)
     process.kill()
     process.communicate()
-    assert wanted.exists() or (world / "killed/checkpoint_000003").exists() or (world / "killed/checkpoint_000004").exists()
+    assert (
+        wanted.exists()
+        or (world / "killed/checkpoint_000003").exists()
+        or (world / "killed/checkpoint_000004").exists()
+    )
     again = run(world, "killed")
     assert again.returncode == 0 and "resumed from" in again.stdout, again.stderr[-2000:]
     assert metrics(world, "killed") == metrics(world, "whole")
-    weights = [(world / name / "final/model.safetensors").read_bytes() for name in ("whole", "killed")]
+    weights = [
+        (world / name / "final/model.safetensors").read_bytes() for name in ("whole", "killed")
+    ]
     assert weights[0] == weights[1]
 
 
 def test_sigterm_finishes_the_step_saves_and_leaves_with_143(world):
-    process = subprocess.Popen(command(world, "terminated", "steps=50", "save_every=100"), cwd=world, env=ENV, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
-    while not (line := process.stdout.readline()).startswith("step 00002") and process.poll() is None:
+    process = subprocess.Popen(
+        command(world, "terminated", "steps=50", "save_every=100"),
+        cwd=world,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not process.stdout.readline().startswith("step 00002"):
         pass
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, err[-2000:]
-    assert "stopped by signal 15" in out and len(list((world / "terminated").glob("checkpoint_*"))) == 1
+    assert (
+        "stopped by signal 15" in out
+        and len(list((world / "terminated").glob("checkpoint_*"))) == 1
+    )
 
 
-def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, finished, dist, monkeypatch):
+def test_a_continuation_differs_only_in_what_does_not_decide_the_result(
+    world, finished, dist, monkeypatch
+):
     shutil.copytree(world / "whole", world / "changed")
     (world / "elsewhere").mkdir()
     shutil.copy(world / "train.jsonl", world / "elsewhere")
@@ -475,17 +668,30 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
         run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("changed"), *more]), dist)
         return run, training.resume(run)["step"]
 
-    for more, words in [("lr=1e-4", "lr was 0.001 and is 0.0001"), ("train=dev.jsonl", "train was 'train.jsonl' and is"),
-                        ("retriever.k1=0.5", "retriever.k1 was 0.9 and is 0.5"), ("steps=3", "has 4 steps done")]:
+    for more, words in [
+        ("lr=1e-4", "lr was 0.001 and is 0.0001"),
+        ("train=dev.jsonl", "train was 'train.jsonl' and is"),
+        ("retriever.k1=0.5", "retriever.k1 was 0.9 and is 0.5"),
+        ("steps=3", "has 4 steps done"),
+    ]:
         with pytest.raises(config.ConfigError, match=words):
             resume(more)
     (world / "changed/rollouts/step_000009.jsonl").write_text("of a step that is taken again")
     (world / "changed/rollouts/step_000004.jsonl.12.tmp").write_text("half")
     with open(world / "changed/metrics.jsonl", "a") as f:
         f.write('{"step": 5, "rew')  # a kill in the middle of the line
-    run, done = resume("steps=9", "micro_batch_tokens=99", "engine.batch=3", "retriever.device=cpu", "model=./lm", "train=elsewhere/train.jsonl")
+    run, done = resume(
+        "steps=9",
+        "micro_batch_tokens=99",
+        "engine.batch=3",
+        "retriever.device=cpu",
+        "model=./lm",
+        "train=elsewhere/train.jsonl",
+    )
     assert done == 4 and [row["step"] for row in run.history] == [1, 2, 3, 4]
-    assert sorted(os.listdir("changed/rollouts")) == [f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)]
+    assert sorted(os.listdir("changed/rollouts")) == [
+        f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)
+    ]
     state = world / "changed/checkpoint_000004/state.json"
     state.write_text(json.dumps({"step": 4, "best": {}}))
     with pytest.raises(config.ConfigError, match="no checkpoint of this version"):
@@ -497,13 +703,18 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(world, f
     assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 4  # the last is logged anew
     shutil.rmtree("changed/final")
     os.makedirs("changed/best", exist_ok=True)
-    assert resume()[1] == 0 and not os.path.exists("changed/best")  # another run's: bench scripts would take it
+    assert resume()[1] == 0 and not os.path.exists(
+        "changed/best"
+    )  # another run's: bench scripts would take it
 
 
 def test_a_resumed_run_remembers_what_it_saw(world, finished, dist, monkeypatch):
     """Three bad steps in a row stop it, wherever the kill came; null in the log is not a number."""
     shutil.copytree(world / "whole", world / "bad")
-    rows = [row | {"skipped": 1, "grad_norm": None, "kl": None} for row in begin_metrics(world / "whole/metrics.jsonl", 4)]
+    rows = [
+        row | {"skipped": 1, "grad_norm": None, "kl": None}
+        for row in begin_metrics(world / "whole/metrics.jsonl", 4)
+    ]
     write_jsonl(world / "bad/metrics.jsonl", rows)
     state = world / "bad/checkpoint_000004/state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"row": rows[-1]}))
@@ -532,26 +743,63 @@ def test_a_run_of_one_process_continues_on_two(world):
     assert [r["step"] for r in metrics(world, "moved")] == [0, 1, 2, 3]
 
 
-def test_grpo_learns_to_name_what_is_rewarded(world):
+def test_grpo_learns_to_name_what_is_rewarded(world, dist, monkeypatch):
     """One prompt, ten possible queries, one of them right: the policy finds it."""
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")][:1]
     write_jsonl(world / "one.jsonl", rows)
-    done = run(world, "learns", "train=one.jsonl", "dev=", "steps=30", "prompts_per_step=2", "group_size=16", "lr=1e-3", "warmup_steps=1",
-               "micro_batch_tokens=4096", "save_every=100", "temperature=1.0")
-    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(distributed, "cleanup", lambda: None)
+    grpo.main(
+        config.load_config(
+            grpo.GRPOConfig,
+            [
+                *settings("learns"),
+                "train=one.jsonl",
+                "dev=",
+                "steps=30",
+                "prompts_per_step=2",
+                "group_size=16",
+                "lr=2e-3",
+                "warmup_steps=1",
+                "micro_batch_tokens=4096",
+                "save_every=100",
+                "temperature=1.0",
+            ],
+        )
+    )
     rewards = [r["reward"] for r in metrics(world, "learns") if r["step"]]
-    assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 1.1, rewards
+    # a random choice earns 0.2; of 20 seeds the best beginning has 0.32, the worst end 1.02
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.8, rewards
 
 
-@pytest.mark.parametrize("more, words", [
-    ("group_size=1", ["group_size=1", "at least 2"]), ("train=missing.jsonl", ["missing.jsonl"]), ("model=./nowhere", ["nowhere"]),
-    ("temperature=0", ["temperature"]), ("temperature=1e-9", ["temperature"]), ("kl_limit=100", ["kl_limit", "80"]),
-    ("retriever.corpus=", ["corpus"]), ("group_sise=4", ["group_size"]),
-    ("max_response_tokens=5000", ["2048 positions"]), ("train=foreign.jsonl", ["elsewhere-1", "foreign.jsonl"]), ("train=", ["train"]),
-    ("lr=-1", ["lr=-1"]), ("lr=.inf", ["lr=inf"]), ("max_grad_norm=-1", ["max_grad_norm"]), ("kl_limit=.inf", ["kl_limit"]),
-    ("weight_decay=-1", ["weight_decay"]), ("malformed_reward=.inf", ["malformed_reward"]), ("warmup_steps=-1", ["warmup"]),
-    ("out=corpus.jsonl", ["corpus.jsonl is a file"]), ("model=window", ["16 positions"]),
-    ("train=empty.jsonl", ["empty.jsonl"]), ("train=bad.jsonl", ["bad.jsonl:2"]), ("clip_eps=2", ["clip_eps"])])
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ("group_size=1", ["group_size=1", "at least 2"]),
+        ("train=missing.jsonl", ["missing.jsonl"]),
+        ("model=./nowhere", ["nowhere"]),
+        ("temperature=0", ["temperature"]),
+        ("temperature=1e-9", ["temperature"]),
+        ("kl_limit=100", ["kl_limit", "80"]),
+        ("retriever.corpus=", ["corpus"]),
+        ("group_sise=4", ["group_size"]),
+        ("max_response_tokens=5000", ["2048 positions"]),
+        ("train=foreign.jsonl", ["elsewhere-1", "foreign.jsonl"]),
+        ("train=", ["train"]),
+        ("lr=-1", ["lr=-1"]),
+        ("lr=.inf", ["lr=inf"]),
+        ("max_grad_norm=-1", ["max_grad_norm"]),
+        ("kl_limit=.inf", ["kl_limit"]),
+        ("weight_decay=-1", ["weight_decay"]),
+        ("malformed_reward=.inf", ["malformed_reward"]),
+        ("warmup_steps=-1", ["warmup"]),
+        ("out=corpus.jsonl", ["corpus.jsonl is a file"]),
+        ("model=window", ["16 positions"]),
+        ("train=empty.jsonl", ["empty.jsonl"]),
+        ("train=bad.jsonl", ["bad.jsonl:2"]),
+        ("clip_eps=2", ["clip_eps"]),
+    ],
+)
 def test_bad_input_is_refused_with_status_2(world, dist, monkeypatch, more, words):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "foreign.jsonl", [rows[0] | {"gold_ids": ["elsewhere-1"]}])
@@ -561,32 +809,54 @@ def test_bad_input_is_refused_with_status_2(world, dist, monkeypatch, more, word
     monkeypatch.chdir(world)
     with pytest.raises(ValueError) as caught:
         grpo.start(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]), dist)
-    assert caught.value.exit_status == 2 and all(w in str(caught.value) for w in words), caught.value
+    assert caught.value.exit_status == 2 and all(w in str(caught.value) for w in words), (
+        caught.value
+    )
     assert not (world / "refused").exists()
 
 
-def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(world, dist, monkeypatch, capsys):
+def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(
+    world, dist, monkeypatch, capsys
+):
     rows = [row for _, row in data.read_jsonl(world / "train.jsonl")]
     write_jsonl(world / "some.jsonl", [rows[0] | {"gold_ids": []}, *rows[1:5]])
     monkeypatch.chdir(world)
-    run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), dist)
-    assert len(run.items) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
+    run = grpo.start(
+        config.load_config(grpo.GRPOConfig, [*settings("some"), "train=some.jsonl"]), dist
+    )
+    assert (
+        len(run.items) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
+    )
     tokenizer = tiny.tiny_tokenizer()
     turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
     encode = lambda t: encode_chat(tokenizer, rewrite_prompt(t))
     kept, prompts = training.encode_items(turns, encode, len(encode(turns[0])), "x")
-    assert [t.query_id for t in kept] == ["q0"] and len(prompts) == 1 and "1 of 2 left out" in capsys.readouterr().out
+    assert (
+        [t.query_id for t in kept] == ["q0"]
+        and len(prompts) == 1
+        and "1 of 2 left out" in capsys.readouterr().out
+    )
 
 
-def test_a_world_that_does_not_divide_the_batch_is_refused_before_loading(world):
-    done = run(world, "uneven", "prompts_per_step=3", processes=2)
-    assert done.returncode != 0 and "prompts_per_step=3 over 2 processes" in done.stderr
+def test_a_number_of_processes_that_does_not_divide_the_batch_is_refused_before_loading(world):
+    cfg = config.load_config(grpo.GRPOConfig, [*settings("uneven"), "prompts_per_step=3"])
+    with pytest.raises(
+        config.ConfigError, match="prompts_per_step=3 over 2 processes.* such as 2$"
+    ):
+        grpo.check_config(cfg, 2)
 
 
 def test_a_run_that_cannot_learn_says_so(capsys):
     """Format rate 0 makes every group flat while validation shows the raw question's figures: easily taken for a result."""
-    run = type("R", (), {"cfg": grpo.GRPOConfig(), "best": {"step": -1},
-                         "history": [{"skipped": 0, "flat_groups": 1.0, "format_rate": 0.0}] * 3})
+    run = type(
+        "R",
+        (),
+        {
+            "cfg": grpo.GRPOConfig(),
+            "best": {"step": -1},
+            "history": [{"skipped": 0, "flat_groups": 1.0, "format_rate": 0.0}] * 3,
+        },
+    )
     training.guard(run)
     assert "every group was flat (format rate 0.00)" in capsys.readouterr().out
     run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
@@ -603,15 +873,17 @@ def test_best_is_what_its_folder_says(world, finished, dist, monkeypatch):
     shutil.copytree(world / "whole", world / "lost")
     monkeypatch.chdir(world)
     run = loaded(world, "lost", dist, "steps=9")
-    run.best = {"value": 0.9, "step": 7}
-    training.export_run(run, "best")
+    training.keep_best(run, 7, 0.9)
     again = loaded(world, "lost", dist, "steps=9")
     training.resume(again)
     assert again.best == {"value": 0.9, "step": 7}
     shutil.rmtree(world / "lost/best")
     training.resume(again)
     start = metrics(world, "lost")[0]["dev_mrr"]
-    assert again.best == {"value": start, "step": 0}  # the start has no folder: its figure is in the log
+    assert again.best == {
+        "value": start,
+        "step": 0,
+    }  # the start has no folder: its figure is in the log
 
 
 class Away(RuntimeError):

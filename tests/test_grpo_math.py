@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
-import grpo
 import training
 from scoring.health import collapse_reason, step_figures
 from engines.torch_engine import sample_tokens
-from grpo import (aggregate, clipped_policy_loss, group_advantages, loss_denominator, low_var_kl,
-                  truncated_importance)
-
+from grpo import (
+    aggregate,
+    clipped_policy_loss,
+    group_advantages,
+    loss_denominator,
+    low_var_kl,
+    truncated_importance,
+)
 
 
 def slow_advantages(rewards, groups, scale):
@@ -39,24 +43,38 @@ def test_advantages_equal_a_slow_loop_in_any_order(scale):
 
 
 def test_inside_each_group():
-    rewards, groups = torch.tensor([1., 0, 0, 1, 5, 5, 3, 3]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    expected = torch.tensor([.865875, -.865875, -.865875, .865875, .86595, .86595, -.86595, -.86595])
+    rewards, groups = (
+        torch.tensor([1.0, 0, 0, 1, 5, 5, 3, 3]),
+        torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+    )
+    expected = torch.tensor(
+        [0.865875, -0.865875, -0.865875, 0.865875, 0.86595, 0.86595, -0.86595, -0.86595]
+    )
     assert torch.allclose(group_advantages(rewards, groups), expected, atol=2e-3)
 
 
 def test_equal_questions_stay_two_groups():
     """The group is the row of the data set (an id), never the text of the prompt."""
-    assert group_advantages(torch.tensor([1., 0, 1, 1]), torch.tensor([11, 11, 12, 12]), False).tolist() == [.5, -.5, 0, 0]
+    assert group_advantages(
+        torch.tensor([1.0, 0, 1, 1]), torch.tensor([11, 11, 12, 12]), False
+    ).tolist() == [0.5, -0.5, 0, 0]
 
 
-@pytest.mark.parametrize("rewards", [[0.30000000000000004, 0.3] * 4, [0.1] * 8, [41 / 90.] * 16, [-0.1]])
+@pytest.mark.parametrize(
+    "rewards", [[0.30000000000000004, 0.3] * 4, [0.1] * 8, [41 / 90.0] * 16, [-0.1]]
+)
 def test_flat_groups_give_exactly_zero(rewards):
     for dtype in (torch.float32, torch.float64):
-        assert group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards))).eq(0).all()
+        assert (
+            group_advantages(torch.tensor(rewards, dtype=dtype), torch.zeros(len(rewards)))
+            .eq(0)
+            .all()
+        )
 
 
 def test_every_reachable_rank_repeated_gives_exactly_zero():
     from reward import rank_incentive
+
     for rank in [*range(1, 102), None]:
         for n in (2, 3, 8, 16):
             rewards = torch.full((n,), rank_incentive(rank), dtype=torch.float32)
@@ -64,8 +82,8 @@ def test_every_reachable_rank_repeated_gives_exactly_zero():
 
 
 def test_lone_advantage_is_bounded():
-    a = group_advantages(torch.tensor([.35] * 7 + [0.]), torch.zeros(8))
-    assert torch.allclose(a, torch.tensor([.353551] * 7 + [-2.474854]), atol=2e-3)
+    a = group_advantages(torch.tensor([0.35] * 7 + [0.0]), torch.zeros(8))
+    assert torch.allclose(a, torch.tensor([0.353551] * 7 + [-2.474854]), atol=2e-3)
     assert a.abs().max() <= 7 / math.sqrt(8) + 1e-6
 
 
@@ -75,38 +93,51 @@ def test_non_finite_rewards_are_refused():
 
 
 def test_the_sum_over_one_global_count():
-    losses = [[.5], [1.] * 7, [2.] * 3, [.2] * 5]
+    losses = [[0.5], [1.0] * 7, [2.0] * 3, [0.2] * 5]
     width = max(map(len, losses))
-    per_token = torch.tensor([row + [99.] * (width - len(row)) for row in losses])
+    per_token = torch.tensor([row + [99.0] * (width - len(row)) for row in losses])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in losses])
     for split in ([4], [1, 1, 1, 1], [3, 1], [2, 2]):
-        total = sum(aggregate(p, m, "token_mean", mask.sum().item()) for p, m in zip(per_token.split(split), mask.split(split)))
+        total = sum(
+            aggregate(p, m, "token_mean", mask.sum().item())
+            for p, m in zip(per_token.split(split), mask.split(split))
+        )
         assert abs(total.item() - 0.90625) < 1e-5
-    ranks = [(torch.full((1, 10), 3.), torch.ones(1, 10)), (torch.full((1, 2), .5), torch.ones(1, 2))]
+    ranks = [
+        (torch.full((1, 10), 3.0), torch.ones(1, 10)),
+        (torch.full((1, 2), 0.5), torch.ones(1, 2)),
+    ]
     count = sum(loss_denominator(m, "token_mean", 0) for _, m in ranks)
-    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(31 / 12)
+    assert sum(aggregate(p, m, "token_mean", count) for p, m in ranks).item() == pytest.approx(
+        31 / 12
+    )
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
 def test_aggregate_modes_equal_slow_loops_and_ignore_what_is_masked(mode):
     torch.manual_seed(1)
-    per_token, mask = torch.randn(6, 9), (torch.rand(6, 9) > .4).float()
+    per_token, mask = torch.randn(6, 9), (torch.rand(6, 9) > 0.4).float()
     mask[3] = 0  # a sequence with nothing trained
     poisoned = torch.where(mask.bool(), per_token, torch.tensor(float("nan")))
     rows = [[per_token[b, t].item() for t in range(9) if mask[b, t]] for b in range(6)]
     filled = [r for r in rows if r]
-    expected = {"token_mean": sum(map(sum, rows)) / sum(map(len, rows)),
-                "seq_mean_token_mean": sum(sum(r) / len(r) for r in filled) / len(filled),
-                "seq_sum_norm": sum(map(sum, rows)) / (len(filled) * 20)}[mode]
+    expected = {
+        "token_mean": sum(map(sum, rows)) / sum(map(len, rows)),
+        "seq_mean_token_mean": sum(sum(r) / len(r) for r in filled) / len(filled),
+        "seq_sum_norm": sum(map(sum, rows)) / (len(filled) * 20),
+    }[mode]
     denominator = loss_denominator(mask, mode, 20)
     assert aggregate(poisoned, mask, mode, denominator).item() == pytest.approx(expected, abs=1e-6)
     for size in (1, 2, 4):
-        parts = sum(aggregate(p, m, mode, denominator) for p, m in zip(poisoned.split(size), mask.split(size)))
+        parts = sum(
+            aggregate(p, m, mode, denominator)
+            for p, m in zip(poisoned.split(size), mask.split(size))
+        )
         assert parts.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_everything_masked():
-    x = torch.tensor([[1., 2.], [5., 5.]], requires_grad=True)
+    x = torch.tensor([[1.0, 2.0], [5.0, 5.0]], requires_grad=True)
     mask = torch.zeros(2, 2)
     loss = aggregate(x, mask, "token_mean", loss_denominator(mask, "token_mean", 0))
     loss.backward()
@@ -114,8 +145,14 @@ def test_everything_masked():
 
 
 def test_truncated_left_out_of_both():
-    per_token, mask = torch.tensor([[1., 1, 0, 0], [9., 9, 9, 9]]), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
-    assert aggregate(per_token, mask, "token_mean", loss_denominator(mask, "token_mean", 0)).item() == 1.0
+    per_token, mask = (
+        torch.tensor([[1.0, 1, 0, 0], [9.0, 9, 9, 9]]),
+        torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]]),
+    )
+    assert (
+        aggregate(per_token, mask, "token_mean", loss_denominator(mask, "token_mean", 0)).item()
+        == 1.0
+    )
 
 
 def test_unknown_mode_is_refused():
@@ -124,29 +161,39 @@ def test_unknown_mode_is_refused():
 
 
 def test_kl_far_apart_is_finite():
-    logprobs = torch.tensor([[-120., -1.]], requires_grad=True)
-    k = low_var_kl(logprobs, torch.tensor([[-.5, -1.]]))
+    logprobs = torch.tensor([[-120.0, -1.0]], requires_grad=True)
+    k = low_var_kl(logprobs, torch.tensor([[-0.5, -1.0]]))
     k.sum().backward()
     assert torch.isfinite(k).all() and torch.isfinite(logprobs.grad).all() and k[0, 1].item() == 0
 
 
 def test_kl_formula_value_and_slope():
     """k3 below the limit, its tangent beyond; the gradient pulls back for every d > 0, beyond the limit as at it."""
-    d = torch.cat([torch.linspace(-30, 4.99, 200), torch.tensor([5.0]), torch.linspace(5.01, 200, 200)]).double()
+    d = torch.cat(
+        [torch.linspace(-30, 4.99, 200), torch.tensor([5.0]), torch.linspace(5.01, 200, 200)]
+    ).double()
     logprobs = (-d).clone().requires_grad_()
     k = low_var_kl(logprobs[None], torch.zeros_like(d)[None])[0]
     expected = torch.where(d <= 5, d.exp() - d - 1, math.exp(5) * (1 + d - 5) - d - 1)
     assert torch.allclose(k, expected, rtol=1e-12, atol=1e-12)
     k.sum().backward()
-    slope = torch.where(d <= 5, 1 - d.exp(), torch.tensor(1 - math.exp(5), dtype=torch.float64))  # d k / d logprob
+    slope = torch.where(
+        d <= 5, 1 - d.exp(), torch.tensor(1 - math.exp(5), dtype=torch.float64)
+    )  # d k / d logprob
     assert torch.allclose(logprobs.grad, slope, rtol=1e-10)
-    assert (k >= 0).all() and (logprobs.grad[d > 0] < 0).all() and (logprobs.grad[d > 5] == logprobs.grad[d == 5]).all()
+    assert (
+        (k >= 0).all()
+        and (logprobs.grad[d > 0] < 0).all()
+        and (logprobs.grad[d > 5] == logprobs.grad[d == 5]).all()
+    )
 
 
 def test_kl_limit_is_a_parameter_and_small_differences_keep_precision():
     d = torch.tensor([[1e-4, 1.0, 3.0]])
     k = low_var_kl(-d, torch.zeros(1, 3), limit=2.0)
-    assert k[0, 0].item() == pytest.approx(5.0002e-9, rel=2e-2)  # exp(d) - d - 1 in float32 would be 0 or 1e-7
+    assert k[0, 0].item() == pytest.approx(
+        5.0002e-9, rel=2e-2
+    )  # exp(d) - d - 1 in float32 would be 0 or 1e-7
     assert k[0, 2].item() == pytest.approx(math.exp(2) * 2 - 4, rel=1e-6)
 
 
@@ -162,16 +209,18 @@ def test_kl_pulls_in_float32_whatever_the_limit(limit):
 
 
 def test_clipped_objective():
-    points = [[1.5, 1.], [1.5, -1.], [.5, 1.], [.5, -1.], [1.1, 1.], [.9, -2.]]
+    points = [[1.5, 1.0], [1.5, -1.0], [0.5, 1.0], [0.5, -1.0], [1.1, 1.0], [0.9, -2.0]]
     new = torch.tensor([[math.log(r)] for r, _ in points])
-    loss, clipped = clipped_policy_loss(new, torch.zeros(6, 1), torch.tensor([a for _, a in points]), 0.2)
-    assert torch.allclose(loss[:, 0], torch.tensor([-1.2, 1.5, -.5, .8, -1.1, 1.8]))
+    loss, clipped = clipped_policy_loss(
+        new, torch.zeros(6, 1), torch.tensor([a for _, a in points]), 0.2
+    )
+    assert torch.allclose(loss[:, 0], torch.tensor([-1.2, 1.5, -0.5, 0.8, -1.1, 1.8]))
     assert clipped[:, 0].tolist() == [True, False, False, True, False, False]
 
 
 def test_clipped_loss_is_finite_for_any_difference_and_leaves_its_inputs_alone():
-    new = torch.tensor([[0., -1e4, 300., -float("inf")]], requires_grad=True)
-    old = torch.tensor([[-1e4, 0., -300., -2.]])
+    new = torch.tensor([[0.0, -1e4, 300.0, -float("inf")]], requires_grad=True)
+    old = torch.tensor([[-1e4, 0.0, -300.0, -2.0]])
     for a in (1.0, -1.0):
         before = old.clone()
         loss, _ = clipped_policy_loss(new, old, torch.tensor([a]), 0.2)
@@ -189,43 +238,51 @@ def test_on_policy_gradient_is_the_policy_gradient():
 
 
 def test_kl_is_applied_once():
-    per_token = torch.full((1, 4), .5) + .1 * torch.full((1, 4), 2.0)
-    assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(.7)
+    per_token = torch.full((1, 4), 0.5) + 0.1 * torch.full((1, 4), 2.0)
+    assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(0.7)
 
 
 def test_truncated_importance():
-    w = truncated_importance(torch.tensor([[0., -1., 5.]]), torch.tensor([[0., 0., 0.]]), 2.0)
-    assert torch.allclose(w, torch.tensor([[1., math.exp(-1), 2.]]))
+    w = truncated_importance(torch.tensor([[0.0, -1.0, 5.0]]), torch.tensor([[0.0, 0.0, 0.0]]), 2.0)
+    assert torch.allclose(w, torch.tensor([[1.0, math.exp(-1), 2.0]]))
 
 
 def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
     seen = [i for step in range(10) for i in training.step_items(25, step, 5, seed=3)]
-    assert sorted(seen[:25]) == list(range(25)) and sorted(seen[25:]) == list(range(25)) and seen[:25] != seen[25:]
+    assert (
+        sorted(seen[:25]) == list(range(25))
+        and sorted(seen[25:]) == list(range(25))
+        and seen[:25] != seen[25:]
+    )
     ragged = [i for step in range(7) for i in training.step_items(25, step, 7, seed=3)]
     assert ragged[:25] == seen[:25]  # the stream is the same however it is cut
     assert len(training.step_items(3, 2, 8, seed=0)) == 8
 
 
 def test_collapse_reason():
-    good = dict(format_rate=.9, reward=1.0, entropy=.5, kl=.01)
+    good = dict(format_rate=0.9, reward=1.0, entropy=0.5, kl=0.01)
     assert collapse_reason([good] * 60) is None and collapse_reason([good] * 5) is None
-    for change in (dict(format_rate=.1), dict(reward=.1), dict(entropy=4.0), dict(kl=3.0)):
+    for change in (dict(format_rate=0.1), dict(reward=0.1), dict(entropy=4.0), dict(kl=3.0)):
         assert collapse_reason([good] * 30 + [good | change] * 10)
-    rising = [dict(format_rate=.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)]
+    rising = [
+        dict(format_rate=0.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)
+    ]
     assert collapse_reason(rising) is None
 
 
 def test_log_probabilities_under_top_p_are_of_what_was_kept():
     """Of another distribution than the trainer's, therefore: GRPO samples without top_p."""
     logits, one = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.ones(1)
-    (ids, logprobs), (_, whole) = (sample_tokens(logits, one, torch.tensor([p]), torch.zeros(1, dtype=torch.float64))
-                                   for p in (0.79, 1.0))  # .5 + .3 is .8, give or take a rounding
+    (ids, logprobs), (_, whole) = (
+        sample_tokens(logits, one, torch.tensor([p]), torch.zeros(1, dtype=torch.float64))
+        for p in (0.79, 1.0)
+    )  # .5 + .3 is .8, give or take a rounding
     assert ids.tolist() == [0] and float(logprobs) == pytest.approx(-0.470004, abs=1e-6)
     assert float(whole) == pytest.approx(-0.693147, abs=1e-6)
 
 
 def test_a_nan_in_a_window_does_not_switch_the_guard_off():
-    good = dict(format_rate=.9, reward=1.0, entropy=.5, kl=.01)
+    good = dict(format_rate=0.9, reward=1.0, entropy=0.5, kl=0.01)
     for key, change in (("entropy", dict(entropy=4.0)), ("kl", dict(kl=3.0))):
         for place in (0, 15, 35):
             rows = [dict(good) for _ in range(30)] + [good | change for _ in range(10)]
@@ -233,18 +290,43 @@ def test_a_nan_in_a_window_does_not_switch_the_guard_off():
             assert collapse_reason(rows), (key, place)
 
 
-@pytest.mark.parametrize("rewards, flat", [
-    ([math.exp(1 - 20), math.exp(1 - 15), math.exp(1 - 40), 0, 0, 0, 0, 0], False), ([1e-9, 2e-9], False),
-    ([1e6, 1e6 + 0.01], True), ([0.0, 0.0], True), ([-0.1, -0.1], True)])
+@pytest.mark.parametrize(
+    "rewards, flat",
+    [
+        ([math.exp(1 - 20), math.exp(1 - 15), math.exp(1 - 40), 0, 0, 0, 0, 0], False),
+        ([1e-9, 2e-9], False),
+        ([1e6, 1e6 + 0.01], True),
+        ([0.0, 0.0], True),
+        ([-0.1, -0.1], True),
+    ],
+)
 def test_equal_is_judged_by_the_size_of_the_rewards(rewards, flat):
     found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)))
     assert bool((found == 0).all()) == flat
-    rows = [dict(group=0, reward=r, advantage=a, well_formed=True, tokens=1, end="eos", rank=None, rewrite="")
-            for r, a in zip(rewards, found.tolist())]
+    rows = [
+        dict(
+            group=0,
+            reward=r,
+            advantage=a,
+            well_formed=True,
+            tokens=1,
+            end="eos",
+            rank=None,
+            rewrite="",
+        )
+        for r, a in zip(rewards, found.tolist())
+    ]
     assert step_figures(rows)["flat_groups"] == flat
 
 
-INFINITE = [(-math.inf, -math.inf), (-math.inf, -3.0), (-3.0, -math.inf), (math.inf, -1.0), (math.inf, math.inf), (-1e30, 0.0)]
+INFINITE = [
+    (-math.inf, -math.inf),
+    (-math.inf, -3.0),
+    (-3.0, -math.inf),
+    (math.inf, -1.0),
+    (math.inf, math.inf),
+    (-1e30, 0.0),
+]
 
 
 @pytest.mark.parametrize("a, b", INFINITE)
@@ -261,7 +343,10 @@ def test_loss_and_kl_are_finite_for_infinite_log_probabilities(a, b):
 def test_a_nan_log_probability_stays_one():
     """It is a fault, which the gradient's norm shows; nothing hides it."""
     nan, one = torch.tensor([[math.nan]]), torch.tensor([[-1.0]])
-    assert low_var_kl(nan, one).isnan().all() and clipped_policy_loss(nan, one, torch.ones(1), 0.2)[0].isnan().all()
+    assert (
+        low_var_kl(nan, one).isnan().all()
+        and clipped_policy_loss(nan, one, torch.ones(1), 0.2)[0].isnan().all()
+    )
 
 
 def test_the_example_in_the_readme_is_what_the_functions_give():
@@ -269,9 +354,17 @@ def test_the_example_in_the_readme_is_what_the_functions_give():
 
     from reward import rank_incentive
 
-    lines = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[lines.index(next(
-        line for line in lines if line.startswith("| the rewrite"))) + 2:][:4]]
+    lines = (
+        (Path(__file__).resolve().parent.parent / "README.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines[
+            lines.index(next(line for line in lines if line.startswith("| the rewrite"))) + 2 :
+        ][:4]
+    ]
     rewards = [rank_incentive(1), rank_incentive(12), rank_incentive(None), -0.1]
     assert [float(row[2]) for row in rows] == [round(r, 2) for r in rewards]
     found = group_advantages(torch.tensor(rewards), torch.zeros(4))

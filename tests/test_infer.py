@@ -16,10 +16,11 @@ import infer
 from distributed import Dist
 from engines.base import EngineConfig, Rollout
 from prompts import response_text
-from runs import changed_setting, check_settings, fingerprint, only_writer, write_jsonl
+from runs import begin_output, changed_setting, fingerprint, only_writer, write_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Dist(0, 1, torch.device("cpu"))
+
 
 def response(rewrite, think="she = Ann"):
     return response_text(think, rewrite)
@@ -43,7 +44,9 @@ class Scripted:
                 text = text[i % len(text)] if isinstance(text, list) else text
                 end = "engine_error" if text is None else "eos"
                 ids_out = [] if text is None else self.tokenizer(text)["input_ids"] + [2]
-                out.append(Rollout(ids, ids_out, [0.0] * len(ids_out), [1] * len(ids_out), group, end))
+                out.append(
+                    Rollout(ids, ids_out, [0.0] * len(ids_out), [1] * len(ids_out), group, end)
+                )
             if progress:
                 progress(len(out), len(prompts) * sampling.n, 1.0)
         return out
@@ -53,8 +56,20 @@ class Scripted:
 
 
 def write_turns(path, questions, context=()):
-    write_jsonl(str(path), [{"query_id": q, "conversation_id": "c" + q, "turn": 1, "context": list(context),
-                                  "question": text, "gold_ids": ["p1"]} for q, text in questions.items()])
+    write_jsonl(
+        str(path),
+        [
+            {
+                "query_id": q,
+                "conversation_id": "c" + q,
+                "turn": 1,
+                "context": list(context),
+                "question": text,
+                "gold_ids": ["p1"],
+            }
+            for q, text in questions.items()
+        ],
+    )
     return str(path)
 
 
@@ -75,25 +90,64 @@ def scripted(monkeypatch):
         engine = Scripted(answers)
         monkeypatch.setattr(infer, "open_engine", lambda cfg, tokenizer, dist: engine)
         return engine
+
     return use
 
 
 def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
     """one line of text a rewrite; an unclosed one falls back to the question, flagged, never empty."""
-    turns = write_turns(tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900})
-    scripted({"who wrote it?": response("who wrote\nDune\t ?"), "unclosed": "<think>a</think>\n<rewrite>who wrote Dune",
-              "broken": None})
-    result = infer.main(infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64,
-                                          max_prompt_tokens=1000))
+    turns = write_turns(
+        tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900}
+    )
+    scripted(
+        {
+            "who wrote it?": response("who wrote\nDune\t ?"),
+            "unclosed": "<think>a</think>\n<rewrite>who wrote Dune",
+            "broken": None,
+        }
+    )
+    result = infer.main(
+        infer.InferConfig(
+            model=lm,
+            turns=turns,
+            out=str(tmp_path / "o.jsonl"),
+            max_response_tokens=64,
+            max_prompt_tokens=1000,
+        )
+    )
     rows = read(tmp_path / "o.jsonl")
     assert [(r["query_id"], r["status"], r["rewrite"]) for r in rows] == [
-        ("a", "ok", "who wrote Dune ?"), ("b", "malformed", "unclosed"), ("c", "engine_error", "broken"),
-        ("d", "too_long", "x" * 900)]
-    assert (rows[0]["think"], rows[0]["end"], rows[0]["tokens"]) == ("she = Ann", "eos", len(rows[0]["response"]) + 1)
-    assert rows[1]["response"] == "<think>a</think>\n<rewrite>who wrote Dune" and rows[3]["tokens"] == 0
-    counts = {k: result[k] for k in ("lines", "ok", "malformed", "engine_error", "too_long", "generated")}
-    assert counts == {"lines": 4, "ok": 1, "malformed": 1, "engine_error": 1, "too_long": 1, "generated": 4}
-    assert sorted(os.listdir(tmp_path)) == ["o.jsonl", "o.jsonl.config.yaml", "o.jsonl.meta.json", "t.jsonl"]
+        ("a", "ok", "who wrote Dune ?"),
+        ("b", "malformed", "unclosed"),
+        ("c", "engine_error", "broken"),
+        ("d", "too_long", "x" * 900),
+    ]
+    assert (rows[0]["think"], rows[0]["end"], rows[0]["tokens"]) == (
+        "she = Ann",
+        "eos",
+        len(rows[0]["response"]) + 1,
+    )
+    assert (
+        rows[1]["response"] == "<think>a</think>\n<rewrite>who wrote Dune"
+        and rows[3]["tokens"] == 0
+    )
+    counts = {
+        k: result[k] for k in ("lines", "ok", "malformed", "engine_error", "too_long", "generated")
+    }
+    assert counts == {
+        "lines": 4,
+        "ok": 1,
+        "malformed": 1,
+        "engine_error": 1,
+        "too_long": 1,
+        "generated": 4,
+    }
+    assert sorted(os.listdir(tmp_path)) == [
+        "o.jsonl",
+        "o.jsonl.config.yaml",
+        "o.jsonl.meta.json",
+        "t.jsonl",
+    ]
 
 
 def test_restart_after_a_crash_samples_only_what_is_missing(lm, tmp_path, scripted):
@@ -126,9 +180,13 @@ def test_restart_after_a_crash_samples_only_what_is_missing(lm, tmp_path, script
 def test_an_output_never_mixes_two_settings(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
     engine = scripted({"one": response("1"), "two": response("2"), "three": response("3")})
-    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
+    cfg = infer.InferConfig(
+        model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64
+    )
     infer.main(cfg)
-    with pytest.raises(data.DataError, match="max_response_tokens was 64 and is 65.*overwrite=true"):
+    with pytest.raises(
+        data.DataError, match="max_response_tokens was 64 and is 65.*overwrite=true"
+    ):
         infer.main(infer.InferConfig(**{**vars(cfg), "max_response_tokens": 65}))
     other = tmp_path / "lm"
     tiny_lm(other, seed=1)
@@ -146,8 +204,13 @@ def test_two_runs_never_write_the_same_output(lm, tmp_path, scripted):
     """The second would take the first one's part file away, and the first would end with lines missing."""
     turns = write_turns(tmp_path / "t.jsonl", {"a": "question a"})
     scripted({"question a": response("a")})
-    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
-    with only_writer(str(tmp_path), "o.jsonl"), pytest.raises(data.DataError, match="another process is writing"):
+    cfg = infer.InferConfig(
+        model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64
+    )
+    with (
+        only_writer(str(tmp_path), "o.jsonl"),
+        pytest.raises(data.DataError, match="another process is writing"),
+    ):
         infer.main(cfg)
     with only_writer(str(tmp_path), "other.jsonl"):
         assert infer.main(cfg)["lines"] == 1
@@ -156,25 +219,46 @@ def test_two_runs_never_write_the_same_output(lm, tmp_path, scripted):
 def test_a_part_that_is_not_seen_is_an_error_not_a_shorter_file(lm, tmp_path):
     """Processes of several machines without a common folder."""
     cfg = infer.InferConfig(model=lm, out=str(tmp_path / "o.jsonl"))
-    with pytest.raises(data.DataError, match="0 of 2 lines are there; all processes must see the same folder"):
+    with pytest.raises(
+        data.DataError, match="0 of 2 lines are there; all processes must see the same folder"
+    ):
         infer.finish(cfg, {"a": [1], "b": [2]}, CPU)
     assert not os.path.exists(cfg.out)
 
 
 def test_settings_differ_by_content_and_in_every_part():
     before = {"model": ["a", "digest"], "betas": [0.9, 0.95], "lr": 1.0}
-    assert changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
+    assert (
+        changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
+    )
     assert changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
-    assert changed_setting(before, {"betas": [0.8, 0.95]}) == "betas was [0.9, 0.95] and is [0.8, 0.95]"
+    assert (
+        changed_setting(before, {"betas": [0.8, 0.95]})
+        == "betas was [0.9, 0.95] and is [0.8, 0.95]"
+    )
 
 
 def test_few_shot_prompt_shows_the_examples(lm, tmp_path, scripted):
-    write_jsonl(str(tmp_path / "e.jsonl"), [{"context": [["who is Ann?", "a painter"]], "question": "born?",
-                                                  "think": "Ann", "rewrite": "when was Ann born?"}])
-    cfg = infer.InferConfig(model=lm, turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}), prompt="few-shot",
-                            examples=str(tmp_path / "e.jsonl"), out=str(tmp_path / "o.jsonl"))
-    ids = infer.encode_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())["a"]
-    text = tiny_tokenizer().decode(ids)
+    write_jsonl(
+        str(tmp_path / "e.jsonl"),
+        [
+            {
+                "context": [["who is Ann?", "a painter"]],
+                "question": "born?",
+                "think": "Ann",
+                "rewrite": "when was Ann born?",
+            }
+        ],
+    )
+    cfg = infer.InferConfig(
+        model=lm,
+        turns=write_turns(tmp_path / "t.jsonl", {"a": "one"}),
+        prompt="few-shot",
+        examples=str(tmp_path / "e.jsonl"),
+        out=str(tmp_path / "o.jsonl"),
+    )
+    _, prompts = infer.open_prompts(cfg, data.read_turns(cfg.turns), tiny_tokenizer())
+    text = tiny_tokenizer().decode(prompts["a"])
     assert "<rewrite>when was Ann born?</rewrite>" in text
     assert text.endswith("Question: one<|im_end|>\n<|im_start|>assistant\n")
 
@@ -201,19 +285,44 @@ def test_batches_do_not_change_greedy_output(lm, seven, tmp_path):
     """temperature 0, batches of 1 and 4."""
     rows = []
     for batch in (1, 4):
-        infer.main(infer.InferConfig(model=lm, turns=seven, out=str(tmp_path / f"{batch}.jsonl"), max_response_tokens=12,
-                                     engine=EngineConfig(batch=batch), chunk=3))
-        rows.append([(r["query_id"], r["response"], r["tokens"]) for r in read(tmp_path / f"{batch}.jsonl")])
+        infer.main(
+            infer.InferConfig(
+                model=lm,
+                turns=seven,
+                out=str(tmp_path / f"{batch}.jsonl"),
+                max_response_tokens=12,
+                engine=EngineConfig(batch=batch),
+                chunk=3,
+            )
+        )
+        rows.append(
+            [(r["query_id"], r["response"], r["tokens"]) for r in read(tmp_path / f"{batch}.jsonl")]
+        )
     assert rows[0] == rows[1] and len(rows[0]) == 7
 
 
 def test_two_processes_write_the_same_file_as_one(lm, seven, tmp_path):
-    arguments = dict(model=lm, turns=seven, samples=2, temperature=0.7, max_response_tokens=12, chunk=2)
+    arguments = dict(
+        model=lm, turns=seven, samples=2, temperature=0.7, max_response_tokens=12, chunk=2
+    )
     infer.main(infer.InferConfig(out=str(tmp_path / "one.jsonl"), **arguments))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "infer.py"),
-         f"out={tmp_path / 'two.jsonl'}", *(f"{k}={v}" for k, v in arguments.items())],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(ROOT / "infer.py"),
+            f"out={tmp_path / 'two.jsonl'}",
+            *(f"{k}={v}" for k, v in arguments.items()),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["lines"] == 14
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
@@ -234,18 +343,22 @@ def test_bad_input_leaves_with_status_2(lm, tmp_path, capsys):
     tiny_tokenizer(chat=False).save_pretrained(bare)
     (bare / "chat_template.jinja").unlink()
     for arguments, text in [
-            ([f"model={lm}", f"turns={tmp_path}/none.jsonl", out], "none.jsonl"),
-            ([f"model={lm}", f"turns={tmp_path}/empty.jsonl", out], "no turns"),
-            ([f"model={tmp_path}/nothing", f"turns={turns}", out], "nothing': there is no such folder"),
-            ([f"model={bare}", f"turns={turns}", out], "chat template"),
-            ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
-            ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),
-            ([f"model={lm}", f"turns={turns}", out, "max_response_token=3"], "max_response_tokens"),
-            ([f"model={lm}", f"turns={turns}", out + "x", "max_response_tokens=4096"], "2048 positions"),
-            ([f"model={lm}", f"turns={turns}", f"out={turns}"], "turns file itself"),
-            ([f"model={lm}", f"turns={turns}", f"out={tmp_path}"], "is a folder"),
-            ([f"model={tmp_path}/nothing", f"turns={turns}", out, "top_p=2"], "top_p=2"),
-            ([f"turns={turns}", out], "model is empty")]:
+        ([f"model={lm}", f"turns={tmp_path}/none.jsonl", out], "none.jsonl"),
+        ([f"model={lm}", f"turns={tmp_path}/empty.jsonl", out], "no turns"),
+        ([f"model={tmp_path}/nothing", f"turns={turns}", out], "nothing': there is no such folder"),
+        ([f"model={bare}", f"turns={turns}", out], "chat template"),
+        ([f"model={lm}", f"turns={turns}", out, "samples=2"], "temperature"),
+        ([f"model={lm}", f"turns={turns}", out, "prompt=few-shot"], "examples=FILE"),
+        ([f"model={lm}", f"turns={turns}", out, "max_response_token=3"], "max_response_tokens"),
+        (
+            [f"model={lm}", f"turns={turns}", out + "x", "max_response_tokens=4096"],
+            "2048 positions",
+        ),
+        ([f"model={lm}", f"turns={turns}", f"out={turns}"], "turns file itself"),
+        ([f"model={lm}", f"turns={turns}", f"out={tmp_path}"], "is a folder"),
+        ([f"model={tmp_path}/nothing", f"turns={turns}", out, "top_p=2"], "top_p=2"),
+        ([f"turns={turns}", out], "model is empty"),
+    ]:
         status, err = exit_status(arguments, capsys)
         assert status == 2 and text in err and "Traceback" not in err, (arguments, err)
     assert not [p for p in tmp_path.iterdir() if p.name in ("o.jsonl", "o.jsonlx")]
@@ -260,19 +373,34 @@ def test_fingerprint_follows_content_not_path(tmp_path):
 
 
 def test_output_of_another_tool_is_left_alone(tmp_path):
-    with pytest.raises(data.DataError, match="there is output, but no .*meta.json.*choose another output$"):
-        check_settings(str(tmp_path / "x.jsonl.meta.json"), {"a": 1}, begun=True)
-    assert os.listdir(tmp_path) == []
+    (tmp_path / "x.jsonl").write_text("its line\n")
+    with pytest.raises(
+        data.DataError, match="there is output, but no .*meta.json.*choose another output$"
+    ):
+        begin_output(
+            str(tmp_path / "x.jsonl.meta.json"),
+            {"a": 1},
+            [str(tmp_path / "x.jsonl*")],
+            overwrite=False,
+        )
+    assert os.listdir(tmp_path) == ["x.jsonl"]
+
 
 def test_what_failed_for_a_technical_reason_is_asked_again(lm, tmp_path, scripted):
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one", "b": "two"})
     engine = scripted({"one": response("1"), "two": None})
-    cfg = infer.InferConfig(model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64)
+    cfg = infer.InferConfig(
+        model=lm, turns=turns, out=str(tmp_path / "o.jsonl"), max_response_tokens=64
+    )
     assert infer.main(cfg)["engine_error"] == 1
     engine.answers["two"] = response("2")
     engine.asked.clear()
     result = infer.main(cfg)
-    assert engine.asked == ["two"] and (result["generated"], result["ok"], result["engine_error"]) == (1, 2, 0)
+    assert engine.asked == ["two"] and (
+        result["generated"],
+        result["ok"],
+        result["engine_error"],
+    ) == (1, 2, 0)
     assert [row["rewrite"] for row in read(cfg.out)] == ["1", "2"]
     assert infer.main(cfg)["generated"] == 0
 
@@ -280,6 +408,13 @@ def test_what_failed_for_a_technical_reason_is_asked_again(lm, tmp_path, scripte
 def test_the_instruction_of_a_file_takes_the_place_of_ours(lm, tmp_path):
     (tmp_path / "i.txt").write_text("Say it so that a search engine finds it.\n")
     turns = write_turns(tmp_path / "t.jsonl", {"a": "one"})
-    cfg = infer.InferConfig(model=lm, turns=turns, instruction=str(tmp_path / "i.txt"), out=str(tmp_path / "o.jsonl"))
-    text = tiny_tokenizer().decode(infer.encode_prompts(cfg, data.read_turns(turns), tiny_tokenizer())["a"])
-    assert "Say it so that a search engine finds it.\n\nConversation:" in text and "Rewrite the last question" not in text
+    cfg = infer.InferConfig(
+        model=lm, turns=turns, instruction=str(tmp_path / "i.txt"), out=str(tmp_path / "o.jsonl")
+    )
+    text = tiny_tokenizer().decode(
+        infer.open_prompts(cfg, data.read_turns(turns), tiny_tokenizer())[1]["a"]
+    )
+    assert (
+        "Say it so that a search engine finds it.\n\nConversation:" in text
+        and "Rewrite the last question" not in text
+    )
