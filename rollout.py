@@ -95,9 +95,7 @@ def open_engine(
                     AutoConfig.from_pretrained(base, trust_remote_code=False), dtype=dtype
                 )
             model = prepare_causal_lm(model, base)
-        engine = TorchEngine(
-            model, eos_ids, pad_id, tokenizer, cfg.batch, max_length, compiled=cfg.compile
-        )
+        engine = TorchEngine(model, eos_ids, pad_id, tokenizer, cfg.batch, max_length)
     if cfg.gap_limit is not None:
         engine.gap_limit = cfg.gap_limit
     return engine

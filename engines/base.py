@@ -32,8 +32,6 @@ class EngineConfig:
     gap_limit: Annotated[float | None, above(0)] = None
     """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a
     run ends (status 3); unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
-    compile: bool = False
-    """torch, on a GPU: compile the layers of a decode step (20 s at first use, faster steps)"""
 
 
 @dataclass(frozen=True)
@@ -173,6 +171,13 @@ class Engine:
                 continue
             raise RolloutError(f"prompt {i} {problem}")
         return prompts, samplings
+
+
+def cache_bytes(config, itemsize: float) -> float:
+    """What the keys and values of a token take, `itemsize` bytes a number."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * n_kv * head * itemsize
 
 
 def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:

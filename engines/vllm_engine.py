@@ -22,6 +22,7 @@ from engines.base import (
     Rollout,
     RolloutError,
     Sampling,
+    cache_bytes,
     checked_weights,
     weight_names,
 )
@@ -119,10 +120,10 @@ class VLLMEngine(Engine):
         """
         if not self.cuda:
             return None
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * itemsize
         # every sequence's last block is begun
-        wanted = int(token * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK))
+        wanted = int(
+            cache_bytes(config, itemsize) * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK)
+        )
         weights = itemsize * sum(map(math.prod, self.shapes.values()))
         room = share * torch.cuda.mem_get_info()[1] - weights - 2**31  # activations and graphs
         return wanted if wanted < room else None
