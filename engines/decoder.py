@@ -69,20 +69,23 @@ class PlainDecoder:
         cos, sin = (part[0] for part in self.decoder.rotary_emb(x, positions[None]))
         for layer in self.layers:
             self._attention(layer, x, cos, sin, cache)
-            h = linear(_norm(layer.module.post_attention_layernorm, x), *layer.gate_up)
+            h = linear(self._norm(layer.module.post_attention_layernorm, x), *layer.gate_up)
             _add_linear(x, layer.module.mlp.down_proj, self.operations.silu_times(h))
-        return _norm(self.decoder.norm, x)
+        return self._norm(self.decoder.norm, x)
+
+    def _norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return self.operations.rms_norm(x, norm.weight, norm.variance_epsilon)
 
     def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> None:
         """Add the layer's attention to x (T, M)."""
         attention = layer.module.self_attn
-        h = linear(_norm(layer.module.input_layernorm, x), *layer.qkv)
+        h = linear(self._norm(layer.module.input_layernorm, x), *layer.qkv)
         h = h.view(len(x), -1, attention.head_dim)
         n_kv = h.shape[1] // (attention.num_key_value_groups + 2)
         q, k, v = h.split([h.shape[1] - 2 * n_kv, n_kv, n_kv], dim=1)
         if hasattr(attention, "q_norm"):
-            q.copy_(_norm(attention.q_norm, q))
-            k.copy_(_norm(attention.k_norm, k))
+            q.copy_(self._norm(attention.q_norm, q))
+            k.copy_(self._norm(attention.k_norm, k))
         self.operations.rotate(h[:, :-n_kv], cos, sin)
         mixed = cache.attend(attention.layer_idx, q, k, v, attention.scaling)
         _add_linear(x, attention.o_proj, mixed.flatten(1))
@@ -100,11 +103,6 @@ def _side_by_side(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None
         for p, view in zip(parts, whole[-1].split([len(p) for p in parts])):
             p.data = view
     return tuple(whole)
-
-
-def _norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """RMSNorm in one kernel: in transformers' form it is eight."""
-    return nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _add_linear(x: Tensor, layer: nn.Linear, h: Tensor) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 from engines.operations import BLOCK, TILE_ROWS
 
 TILE = 64  # keys that a program looks at together
-PROGRAMS = 512  # of the attention to prompts, at least: their keys are split among them
+STAGES, WARPS = 2, 4  # of a program of the attention
+SPLITS = 4  # parts of a prompt's keys, at least
+PROGRAMS = 256  # of the attention to slots, at least: keys are split among them
 
 
 @triton.jit
@@ -43,6 +45,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _rotate_kernel[(tokens,)](
         x, cos.contiguous(), sin.contiguous(), x.stride(0), heads, d // 2, *sizes
     )
+
+
+@triton.jit
+def _norm_kernel(x, weight, out, eps, x_row, x_head, N: tl.constexpr, SIZE: tl.constexpr):
+    """A program for a vector of N numbers."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, SIZE)
+    values = tl.load(x + token * x_row + head * x_head + n, mask=n < N, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(values * values, 0) / N + eps)
+    weights = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    place = (token * tl.num_programs(1) + head) * N + n
+    tl.store(out + place, values * scale * weights, mask=n < N)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    strides = x.stride() if x.dim() == 3 else (x.stride(0), 0)
+    n = x.shape[-1]
+    grid = (len(x), x.shape[1] if x.dim() == 3 else 1)
+    _norm_kernel[grid](x, weight, out, eps, *strides[:2], N=n, SIZE=triton.next_power_of_2(n))
+    return out
 
 
 @triton.jit
@@ -110,112 +133,124 @@ def _attend(
 
 
 @triton.jit
-def _prompt_kernel(
-    q, prompt_k, prompt_v, part, part_lse, first, count, prompt, begin, scale, q_row, H,
-    prompt_stride, head_stride, W: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    DEEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr
+def _part_kernel(
+    q, k, v, prompt_k, prompt_v, slot_k, slot_v, part, part_lse, first, count, prompt, begin, slot,
+    at, runs, scale, q_row, kv_row, H, prompt_stride, prompt_head, slot_stride, slot_head,
+    W: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, DEEP: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """A program for a tile of rows with one prompt, a key/value head and a part of the keys."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    size = tl.load(count + tile)
-    if size > 0:
-        row = tl.load(first + tile)
-        length = tl.load(begin + row).to(tl.int32)
-        number = tl.load(prompt + row)
-        m, d = tl.arange(0, WIDE), tl.arange(0, DEEP)
-        row, h = row + m // W, head * W + m % W
-        mine = (m[:, None] < size * W) & (d[None, :] < D)
-        query = tl.load(
-            q + row[:, None] * q_row + h[:, None] * D + d[None, :], mask=mine, other=0.0
+    """A part of the keys of a key/value head: of a prompt (the first SPLITS parts) for a tile of
+    rows, or of a row's slot for that row."""
+    number, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, DEEP)
+    if split < SPLITS:
+        size = tl.load(count + number)
+        if size > 0:
+            row = tl.load(first + number)
+            length = tl.load(begin + row).to(tl.int32)
+            cache = tl.load(prompt + row) * prompt_stride + head * prompt_head
+            m = tl.arange(0, WIDE)
+            row, h = row + m // W, head * W + m % W
+            mine = (m[:, None] < size * W) & (d[None, :] < D)
+            at_q = row[:, None] * q_row + h[:, None] * D + d[None, :]
+            query = tl.load(q + at_q, mask=mine, other=0.0)
+            share = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
+            highest, total, mixed = _attend(
+                query, prompt_k + cache, prompt_v + cache, split * share,
+                tl.minimum((split + 1) * share, length), scale,
+                tl.full([WIDE], float("-inf"), tl.float32), tl.zeros([WIDE], tl.float32),
+                tl.zeros([WIDE, DEEP], tl.float32), D, DEEP, TILE, PRECISION
+            )  # fmt: skip
+            place = (row * H + h) * PARTS + split
+            tl.store(part_lse + place, highest + tl.log(total), mask=m < size * W)
+            mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(part + place[:, None] * D + d[None, :], mixed, mask=mine)
+    else:
+        w = tl.arange(0, NARROW)
+        h = head * W + w
+        mine = (w[:, None] < W) & (d[None, :] < D)
+        at_q = number * q_row + h[:, None] * D + d[None, :]
+        query = tl.load(q + at_q, mask=mine, other=0.0)
+        length = tl.load(at + number).to(tl.int32)
+        cache = tl.load(slot + number) * slot_stride + head * slot_head
+        share = tl.cdiv(tl.cdiv(length, PARTS - SPLITS), TILE) * TILE
+        start = (split - SPLITS) * share
+        end = tl.minimum(start + share, length) * tl.load(runs + number).to(tl.int32)
+        # the new token, stored and seen by the first part
+        own_k = tl.load(k + number * kv_row + head * D + d, mask=d < D, other=0.0)
+        own_v = tl.load(v + number * kv_row + head * D + d, mask=d < D, other=0.0)
+        own = split == SPLITS
+        tl.store(slot_k + cache + length * D + d, own_k, mask=(d < D) & own)
+        tl.store(slot_v + cache + length * D + d, own_v, mask=(d < D) & own)
+        highest = tl.sum(query.to(tl.float32) * own_k.to(tl.float32)[None, :], 1) * scale
+        highest = tl.where(own, highest, float("-inf"))
+        total = tl.where(own, tl.full([NARROW], 1.0, tl.float32), 0.0)
+        mixed = (
+            tl.zeros([NARROW, DEEP], tl.float32) + tl.where(own, own_v.to(tl.float32), 0.0)[None, :]
         )
-        share = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
-        cache = number * prompt_stride + head * head_stride
         highest, total, mixed = _attend(
-            query, prompt_k + cache, prompt_v + cache, split * share,
-            tl.minimum((split + 1) * share, length), scale,
-            tl.full([WIDE], float("-inf"), tl.float32), tl.zeros([WIDE], tl.float32),
-            tl.zeros([WIDE, DEEP], tl.float32), D, DEEP, TILE, PRECISION
+            query, slot_k + cache, slot_v + cache, start, end, scale, highest, total, mixed, D,
+            DEEP, TILE, PRECISION
         )  # fmt: skip
-        place = (row * H + h) * SPLITS + split
-        tl.store(part_lse + place, highest + tl.log(total), mask=m < size * W)
+        place = (number * H + h) * PARTS + split
+        tl.store(part_lse + place, highest + tl.log(total), mask=w < W)
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(part + place[:, None] * D + d[None, :], mixed, mask=mine)
 
 
 @triton.jit
-def _slot_kernel(
-    q, k, v, out, slot_k, slot_v, part, part_lse, slot, at, runs, scale, q_row, kv_row,
-    slot_stride, head_stride, W: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    DEEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr
+def _merge_kernel(
+    part, part_lse, out, runs, D: tl.constexpr, DEEP: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, MANY: tl.constexpr
 ):  # fmt: skip
-    """A program for a row and key/value head: the new token, the slot, the prompt's parts."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    w, d = tl.arange(0, WIDE), tl.arange(0, DEEP)
-    mine = (w[:, None] < W) & (d[None, :] < D)
-    query = tl.load(
-        q + row * q_row + (head * W + w)[:, None] * D + d[None, :], mask=mine, other=0.0
-    )
-    own_k = tl.load(k + row * kv_row + head * D + d, mask=d < D, other=0.0)
-    own_v = tl.load(v + row * kv_row + head * D + d, mask=d < D, other=0.0)
-    length, runs = tl.load(at + row).to(tl.int32), tl.load(runs + row).to(tl.int32)
-    cache = tl.load(slot + row) * slot_stride + head * head_stride
-    tl.store(slot_k + cache + length * D + d, own_k, mask=d < D)
-    tl.store(slot_v + cache + length * D + d, own_v, mask=d < D)
-    highest = tl.sum(query.to(tl.float32) * own_k.to(tl.float32)[None, :], 1) * scale  # (W,)
-    total = tl.full([WIDE], 1.0, tl.float32)
-    mixed = tl.zeros([WIDE, DEEP], tl.float32) + own_v.to(tl.float32)[None, :]
-    highest, total, mixed = _attend(
-        query, slot_k + cache, slot_v + cache, 0, length * runs, scale, highest, total, mixed, D,
-        DEEP, TILE, PRECISION
-    )  # fmt: skip
-    query_head = (row * tl.num_programs(1) + head) * W + w
-    for split in range(SPLITS):
-        place = query_head * SPLITS + split
-        seen = (w < W) & (runs > 0)
-        lse = tl.load(part_lse + place, mask=seen, other=float("-inf"))
-        values = tl.load(part + place[:, None] * D + d[None, :], mask=mine & (runs > 0), other=0.0)
-        above = tl.maximum(highest, lse)
-        weight, kept = tl.exp(lse - above), tl.exp(highest - above)
-        mixed = mixed * kept[:, None] + values * weight[:, None]
-        total = total * kept + weight
-        highest = above
-    place = query_head[:, None] * D + d[None, :]
-    tl.store(out + place, (mixed / total[:, None]).to(query.dtype), mask=mine)
+    """A program for a row and query head: its parts, weighted by their sums."""
+    row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query += row * tl.num_programs(1)
+    p, d = tl.arange(0, MANY), tl.arange(0, DEEP)
+    written = (p < PARTS) & ((p >= SPLITS) | (tl.load(runs + row) > 0))
+    lse = tl.load(part_lse + query * PARTS + p, mask=written, other=float("-inf"))
+    weights = tl.exp(lse - tl.max(lse, 0))
+    cells = (query * PARTS + p)[:, None] * D + d[None, :]
+    values = tl.load(part + cells, mask=written[:, None] & (d[None, :] < D), other=0.0)
+    mixed = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + query * D + d, mixed, mask=d < D)
 
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, slots: list[Tensor], prompts: list[Tensor], rows, scale: float
 ) -> Tensor:
-    """Heads of q, k and v side by side. float32 is computed in float32 proper, not in TF32."""
+    """Keys are split among programs where rows are few. float32 is float32 proper, not TF32."""
     count, heads, d = q.shape
     n_kv = k.shape[1]
     q, k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (q, k, v))
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    splits = triton.next_power_of_2(max(4, PROGRAMS // (count * n_kv)))
-    part = torch.empty(count, heads, splits, d, device=q.device)
-    part_lse = torch.empty(count, heads, splits, device=q.device)
-    out = q.new_empty(count, heads, d)
+    slot_splits = min(8, max(1, triton.next_power_of_2(PROGRAMS // (count * n_kv))))
+    splits = max(SPLITS, slot_splits)
     sizes = dict(
-        W=heads // n_kv,
         D=d,
         DEEP=max(16, triton.next_power_of_2(d)),
+        SPLITS=splits,
+        PARTS=(parts := splits + slot_splits),
+    )
+    wide, narrow = (max(16, triton.next_power_of_2(n * heads // n_kv)) for n in (TILE_ROWS, 1))
+    part = torch.empty(count, heads, parts, d, device=q.device)
+    part_lse = torch.empty(count, heads, parts, device=q.device)
+    out = q.new_empty(count, heads, d)
+    _part_kernel[(count, n_kv, parts)](
+        *(q, k, v, *prompts, *slots, part, part_lse),
+        *(rows.first, rows.count, rows.prompt, rows.begin, rows.slot, rows.at, rows.runs),
+        *(scale, q.stride(0), k.stride(0), heads),
+        *(*prompts[0].stride()[:2], *slots[0].stride()[:2]),
+        W=heads // n_kv,
+        WIDE=wide,
+        NARROW=narrow,
         TILE=TILE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        SPLITS=splits,
-        num_stages=2,
-    )
-    wide = [max(16, triton.next_power_of_2(n * heads // n_kv)) for n in (TILE_ROWS, 1)]
-    _prompt_kernel[(count, n_kv, splits)](
-        *(q, *prompts, part, part_lse, rows.first, rows.count, rows.prompt, rows.begin, scale),
-        *(q.stride(0), heads, prompts[0].stride(0), prompts[0].stride(1)),
-        WIDE=wide[0],
         **sizes,
+        num_stages=STAGES,
+        num_warps=WARPS,
     )
-    _slot_kernel[(count, n_kv)](
-        *(q, k, v, out, *slots, part, part_lse, rows.slot, rows.at, rows.runs, scale),
-        *(q.stride(0), k.stride(0), slots[0].stride(0), slots[0].stride(1)),
-        WIDE=wide[1],
-        **sizes,
-    )
+    many = triton.next_power_of_2(parts)
+    _merge_kernel[(count, heads)](part, part_lse, out, rows.runs, MANY=many, **sizes)
     return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -181,8 +182,8 @@ class KVCache:
             else:
                 tiles.append([row, 1])
         tiles += [[0, 0]] * (count - len(tiles))
-        state = torch.tensor([s + t for s, t in zip(state, tiles)], device=self.device)
-        self.state[:, :count] = state.T
+        state = np.array([s + t for s, t in zip(state, tiles)]).T.copy()
+        self.state[:, :count] = torch.from_numpy(state).to(self.device)
         self.step.zero_()
         self.pieces = []
 

@@ -31,6 +31,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.copy_(x * cos[:, None] + turned * sin[:, None])
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (T, N) or (T, heads, N), weight (N,) → as x."""
+    return nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
 def silu_times(x: Tensor) -> Tensor:
     """silu(gate) * up of x = gate, up side by side: (T, 2 N) → (T, N)."""
     gate, up = x.chunk(2, dim=-1)

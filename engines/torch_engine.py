@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ from engines.kv_cache import KVCache, Piece, Prompt
 from engines.operations import BLOCK, operations
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward pass: bounds its memory
-STEPS = 8  # on a GPU: steps between two looks of the host at what was sampled
+STEPS = 16  # on a GPU: steps between two looks of the host at what was sampled
 KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size
 CANDIDATES = 512  # most probable tokens looked at first for top_p
 
@@ -418,7 +419,7 @@ class TorchEngine(Engine):
             [*option, *(r.draws.random() for _ in range(steps))]
             for r, option in zip(requests, options)
         ]
-        rows = torch.tensor(rows, dtype=torch.float64, device=self.device).T.contiguous()
+        rows = torch.from_numpy(np.array(rows).T.copy()).to(self.device)
         return *rows[:2].float(), rows[2:], kinds
 
     def _step(self, cache: KVCache, count: int, kinds: tuple[bool, bool, bool]) -> None:

@@ -938,6 +938,10 @@ def check_kernels(device, dtypes):
             kernels.rotate(x, cos, sin)
             near(x, expected)
         for n in (24, 1030):
+            x, weight = random(5, 3, 2 * n), random(2 * n)
+            for x in (x[:, 1], x[:, 1:]):
+                expected = operations.rms_norm(x.cpu().float(), weight.cpu().float(), 1e-6)
+                near(kernels.rms_norm(x, weight, 1e-6), expected)
             x = random(5, 2 * n)
             near(kernels.silu_times(x), operations.silu_times(x.cpu().float()))
         logits, temperature = random(4, 2500) * 3, torch.tensor([0.7, 1.0, 1.3, 1.0]).to(device)
