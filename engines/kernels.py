@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.operations import BLOCK, TILE_ROWS
 
 TILE = 64  # keys that a program looks at together
-STAGES, WARPS = 2, 4  # of a program of the attention
+STAGES, WARPS = 1, 4  # of a program of the attention
 SPLITS = 4  # parts of a prompt's keys, at least
 PROGRAMS = 256  # of the attention to slots, at least: keys are split among them
 
