@@ -133,6 +133,18 @@ def _attend(
 
 
 @triton.jit
+def _store_part(
+    part, part_lse, place, highest, total, mixed, mine, D: tl.constexpr, DEEP: tl.constexpr
+):
+    """The values of queries at `place`, weighted to a sum of 1, and their sum's logarithm."""
+    d = tl.arange(0, DEEP)
+    tl.store(part_lse + place, highest + tl.log(total), mask=mine)
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    cells = place[:, None] * D + d[None, :]
+    tl.store(part + cells, mixed, mask=mine[:, None] & (d[None, :] < D))
+
+
+@triton.jit
 def _part_kernel(
     q, k, v, prompt_k, prompt_v, slot_k, slot_v, part, part_lse, first, count, prompt, begin, slot,
     at, runs, scale, q_row, kv_row, H, prompt_stride, prompt_head, slot_stride, slot_head,
@@ -144,16 +156,16 @@ def _part_kernel(
     number, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DEEP)
     if split < SPLITS:
+        m = tl.arange(0, WIDE)
+        row, query_head = tl.load(first + number) + m // W, head * W + m % W
         size = tl.load(count + number)
+        mine = m < size * W
         if size > 0:
-            row = tl.load(first + number)
-            length = tl.load(begin + row).to(tl.int32)
-            cache = tl.load(prompt + row) * prompt_stride + head * prompt_head
-            m = tl.arange(0, WIDE)
-            row, h = row + m // W, head * W + m % W
-            mine = (m[:, None] < size * W) & (d[None, :] < D)
-            at_q = row[:, None] * q_row + h[:, None] * D + d[None, :]
-            query = tl.load(q + at_q, mask=mine, other=0.0)
+            length = tl.load(begin + tl.load(first + number)).to(tl.int32)
+            cache = tl.load(prompt + tl.load(first + number)) * prompt_stride + head * prompt_head
+            inside = mine[:, None] & (d[None, :] < D)
+            at_q = row[:, None] * q_row + query_head[:, None] * D + d[None, :]
+            query = tl.load(q + at_q, mask=inside, other=0.0)
             share = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
             highest, total, mixed = _attend(
                 query, prompt_k + cache, prompt_v + cache, split * share,
@@ -161,41 +173,34 @@ def _part_kernel(
                 tl.full([WIDE], float("-inf"), tl.float32), tl.zeros([WIDE], tl.float32),
                 tl.zeros([WIDE, DEEP], tl.float32), D, DEEP, TILE, PRECISION
             )  # fmt: skip
-            place = (row * H + h) * PARTS + split
-            tl.store(part_lse + place, highest + tl.log(total), mask=m < size * W)
-            mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(part + place[:, None] * D + d[None, :], mixed, mask=mine)
+            place = (row * H + query_head) * PARTS + split
+            _store_part(part, part_lse, place, highest, total, mixed, mine, D, DEEP)
     else:
         w = tl.arange(0, NARROW)
         h = head * W + w
-        mine = (w[:, None] < W) & (d[None, :] < D)
         at_q = number * q_row + h[:, None] * D + d[None, :]
-        query = tl.load(q + at_q, mask=mine, other=0.0)
+        query = tl.load(q + at_q, mask=(w[:, None] < W) & (d[None, :] < D), other=0.0)
         length = tl.load(at + number).to(tl.int32)
         cache = tl.load(slot + number) * slot_stride + head * slot_head
         share = tl.cdiv(tl.cdiv(length, PARTS - SPLITS), TILE) * TILE
         start = (split - SPLITS) * share
         end = tl.minimum(start + share, length) * tl.load(runs + number).to(tl.int32)
-        # the new token, stored and seen by the first part
-        own_k = tl.load(k + number * kv_row + head * D + d, mask=d < D, other=0.0)
-        own_v = tl.load(v + number * kv_row + head * D + d, mask=d < D, other=0.0)
+        # the first part stores and sees the new token
         own = split == SPLITS
+        own_k = tl.load(k + number * kv_row + head * D + d, mask=d < D, other=0.0)
+        own_v = tl.load(v + number * kv_row + head * D + d, mask=(d < D) & own, other=0.0)
         tl.store(slot_k + cache + length * D + d, own_k, mask=(d < D) & own)
         tl.store(slot_v + cache + length * D + d, own_v, mask=(d < D) & own)
         highest = tl.sum(query.to(tl.float32) * own_k.to(tl.float32)[None, :], 1) * scale
-        highest = tl.where(own, highest, float("-inf"))
-        total = tl.where(own, tl.full([NARROW], 1.0, tl.float32), 0.0)
-        mixed = (
-            tl.zeros([NARROW, DEEP], tl.float32) + tl.where(own, own_v.to(tl.float32), 0.0)[None, :]
-        )
         highest, total, mixed = _attend(
-            query, slot_k + cache, slot_v + cache, start, end, scale, highest, total, mixed, D,
-            DEEP, TILE, PRECISION
+            query, slot_k + cache, slot_v + cache, start, end, scale,
+            tl.where(own, highest, float("-inf")),
+            tl.where(own, tl.full([NARROW], 1.0, tl.float32), 0.0),
+            tl.zeros([NARROW, DEEP], tl.float32) + own_v.to(tl.float32)[None, :], D, DEEP, TILE,
+            PRECISION
         )  # fmt: skip
         place = (number * H + h) * PARTS + split
-        tl.store(part_lse + place, highest + tl.log(total), mask=w < W)
-        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(part + place[:, None] * D + d[None, :], mixed, mask=mine)
+        _store_part(part, part_lse, place, highest, total, mixed, w < W, D, DEEP)
 
 
 @triton.jit
