@@ -150,9 +150,8 @@ class _Request:
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
-    `max_batch` rows run at the same time. On a GPU a step is replayed as a CUDA graph, for 8, 16,
-    32, … rows, and the host looks at what was sampled every STEPS steps; `graphs` False leaves that
-    out.
+    `max_batch` rows run at the same time. With `graphs` (on a GPU) a step is a CUDA graph, for 8,
+    16, 32, … rows, and the host looks at what was sampled every STEPS steps.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class TorchEngine(Engine):
         super().__init__(len(weight), model.config, eos_ids, pad_id, tokenizer, max_length, dtype)
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         self.steps = STEPS if self.graphs else 1
-        self.decoder = make_decoder(model)
+        self.decoder, self.head = make_decoder(model), model.get_output_embeddings()
         self._cache: KVCache | None = None
 
     @property
@@ -192,9 +191,8 @@ class TorchEngine(Engine):
         """Sample every prompt (a list of token ids); returns sum(n) rollouts, prompt-major.
 
         `sampling`: one for all prompts or one a prompt. `progress(finished, total,
-        tokens_per_second)` is called now and then. Raises RolloutError before anything runs: an
-        empty or over-long prompt, an unknown id, stop strings without tokenizer; an engine that
-        sleeps or whose sync failed; a batch that does not fit the card.
+        tokens_per_second)` is called now and then. Raises RolloutError before anything runs for
+        what check_requests refuses and for a batch that does not fit the card.
         """
         prompts, samplings = self.check_requests(prompts, sampling)
         self.stats, started = GenerateStats(), time.perf_counter()
@@ -296,10 +294,9 @@ class TorchEngine(Engine):
         # in a full batch of uneven lengths the prompts of twice as many groups
         prompts = min(len(new), rows, 2 * -(-rows * len(new) // max(1, sum(new.values()))))
         prompts += len({have.held[slot][1].number for slot in found.values()})
-        sizes = (rows, capacity + self.steps, prompts, max(map(len, new), default=0), self.steps)
-        if self.graphs:
-            sizes = (self._bucket(rows), *(-(-x // 64) * 64 for x in sizes[1:2]), *sizes[2:])
-            sizes = (*sizes[:3], -(-max(1, sizes[3]) // 64) * 64, self.steps)
+        lengths = capacity + self.steps, max(map(len, new), default=1)
+        capacity, shared = (-(-n // 64) * 64 if self.graphs else n for n in lengths)
+        sizes = (self._bucket(rows), capacity, prompts, shared, self.steps)
         if have is not None and (self.graphs or found):
             sizes = tuple(map(max, sizes, have.sizes))
         if have is None or have.sizes != sizes:
@@ -317,9 +314,8 @@ class TorchEngine(Engine):
             return
         rows, capacity, prompts, shared, _ = sizes
         itemsize = self.model.get_input_embeddings().weight.itemsize
-        needed = cache_bytes(self.model.config, itemsize) * (
-            (rows + 1) * capacity + (prompts + 1) * shared
-        )
+        tokens = (rows + 1) * capacity + (prompts + 1) * shared
+        needed = cache_bytes(self.model.config, itemsize) * tokens
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
         free -= torch.cuda.memory_allocated(self.device)
         if needed > free:
@@ -341,7 +337,8 @@ class TorchEngine(Engine):
                 r.prompt = cache.stored.get(ids)
                 if r.slot is not None and r.prompt is None and (new := cache.new_prompt(ids)):
                     r.prompt, begin = new, len(cache.prefix)
-                    cache.copy_prefix(new)
+                    if begin:
+                        cache.copy_prefix(new)
                     pieces.append(Piece(ids[begin:], new, past=begin))
                 if r.slot is None or r.prompt is None:  # others must end first
                     cache.free_slots += [] if r.slot is None else [r.slot]
@@ -357,7 +354,7 @@ class TorchEngine(Engine):
         if joined:
             last = torch.stack([states.get(r.slot, r.prompt.last) for r in joined])
             *options, uniform, kinds = self._draws(joined, 1)
-            ids, logprobs = sample_tokens(self._logits(last), *options, uniform[0], kinds)
+            ids, logprobs = sample_tokens(self.head(last), *options, uniform[0], kinds)
             for r, *new in zip(joined, ids[:, None].tolist(), logprobs[:, None].tolist()):
                 self._append(r, *new)
         return joined
@@ -383,10 +380,6 @@ class TorchEngine(Engine):
             hidden = self.decoder(tokens, positions.to(self.device), cache)
             states += hidden[torch.tensor(ends, dtype=torch.int64, device=self.device)].unbind()
         return states
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """(R, hidden size) → (R, V)."""
-        return self.model.get_output_embeddings()(hidden)
 
     def _decode(self, running: list[_Request], cache: KVCache) -> None:
         """The next STEPS tokens of the batch (fewer where none wants so many)."""
@@ -428,7 +421,7 @@ class TorchEngine(Engine):
         def compute() -> Tensor:
             positions = (cache.rows.begin + cache.rows.at).clamp(max=self.max_length - 1)
             hidden = self.decoder(cache.rows.token[:count], positions[:count], cache)
-            logits = self._logits(hidden)
+            logits = self.head(hidden)
             if not kinds[2]:
                 draw(logits)
             return logits
