@@ -58,10 +58,10 @@ def packed_attention(
         # A program of flex attention's backward pass takes a tile of keys through all queries of
         # all heads that share it: with few heads the prompt's tiles run on when the card is idle.
         copies = key_copies(query.shape[1], key.shape[1])
-        key, value = (
-            x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) if copies > 1 else x
-            for x in (key, value)
-        )
+        if copies > 1:
+            key, value = (
+                x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (key, value)
+            )
         plain = cpu or torch.compiler.is_compiling()
         flex = flex_attention if plain else _compiled(flex_attention)
         options = {"enable_gqa": True, "kernel_options": None if cpu else FLEX_OPTIONS}
@@ -80,8 +80,10 @@ def packed_attention(
 def key_copies(heads: int, key_heads: int) -> int:
     """How often a key/value head is repeated to have KEY_HEADS, or as many as query heads."""
     shared = heads // key_heads
-    fits = (n for n in range(1, shared) if shared % n == 0 and n * key_heads >= KEY_HEADS)
-    return next(fits, shared)
+    for n in range(1, shared):  # a loop, which torch.compile reads
+        if shared % n == 0 and n * key_heads >= KEY_HEADS:
+            return n
+    return shared
 
 
 AttentionInterface.register("packed", packed_attention)
