@@ -56,8 +56,8 @@ def load_tokenizer(path: str):
             raise ValueError(f"it has no tokenizer.json{other}")
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(
-            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder with its "
-            "files or a reachable hub name"
+            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder with "
+            "its files or a reachable hub name"
         ) from e
     special = set(tokenizer.all_special_tokens)  # padding may lie outside: it is replaced by EOS
     largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)

@@ -48,7 +48,7 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (R, H, S, D), key, value (R, K, S, D) → (R, S, H, D).
+    """transformers' attention: query (R, H, S, D), key, value (R, K, S, D) → (R, S, H, D).
 
     A BlockMask (`prefix_shared`): flex attention; `cu_seq_lens_q` (`varlen`): flash attention;
     else sdpa, with the mask or causal.

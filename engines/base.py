@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from types import ModuleType
 from typing import Annotated, Literal
 
 import torch
@@ -166,6 +167,15 @@ class Engine:
                 continue
             raise RolloutError(f"prompt {i} {problem}")
         return prompts, samplings
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The operations of TorchEngine's steps for a device."""
+    if device.type == "cuda":  # Triton comes with PyTorch's CUDA builds alone
+        from engines import kernels as module
+    else:
+        from engines import operations as module
+    return module
 
 
 def cache_bytes(config, itemsize: float) -> float:

@@ -14,9 +14,8 @@ from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from distributed import decoder_layers
-from engines.base import RolloutError
+from engines.base import RolloutError, operations
 from engines.kv_cache import KVCache
-from engines.operations import operations
 
 PLAIN = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 Decoder = Callable[[Tensor, Tensor, KVCache], Tensor]  # ids (T,), positions (T,) → states (T, M)

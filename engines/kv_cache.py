@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.operations import TILE_ROWS, operations
+from engines.base import operations
+from engines.operations import TILE_ROWS
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """Tokens that a pass computes: of a prompt, or (slot) what follows one; behind `past` others."""
+    """Tokens that a pass computes: of a prompt, or (slot) behind one; after `past` others there."""
 
     ids: tuple[int, ...]
     prompt: Prompt

@@ -6,22 +6,11 @@ size, W = H / K, V vocabulary.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
 
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
 TILE_ROWS = 8  # at most so many rows attend to their prompt together
-
-
-def operations(device: torch.device) -> ModuleType:
-    """The module with these functions for a device."""
-    if device.type == "cuda":  # Triton comes with PyTorch's CUDA builds alone
-        from engines import kernels as module
-    else:
-        from engines import operations as module
-    return module
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -62,23 +51,28 @@ def decode_attention(
     slot, at = rows.slot[:count], rows.at[:count]
     for stored, x in zip(slots, (k, v)):
         stored[slot, :, at] = x
-    out = torch.zeros(count, n_kv, heads // n_kv, v.shape[2], dtype=q.dtype)
-    tiles = zip(rows.first[:count].tolist(), rows.count[:count].tolist())
-    for first, size in ((first, size) for first, size in tiles if size):
-        tile = slice(first, first + size)
-        number, shared = int(rows.prompt[first]), int(rows.begin[first])
-        keys, values = (x[number, :, :shared] for x in prompts)  # (K, P, D)
-        end = int(at[tile].max()) + 1
-        own_keys, own_values = (x[slot[tile], :, :end] for x in slots)  # (N, K, L, D)
-        unseen = torch.arange(end) > at[tile, None]  # (N, L)
-        own_values.masked_fill_(unseen[:, None, :, None], 0)  # a weight of 0 hides no NaN
-        query = q[tile].view(size, n_kv, -1, d) * scale  # (N, K, W, D)
-        own = (query @ own_keys.transpose(2, 3)).masked_fill_(unseen[:, None, None], float("-inf"))
-        # the queries of all rows against the one prompt: (K, N W, P)
-        prompt = query.transpose(0, 1).reshape(n_kv, -1, d) @ keys.transpose(1, 2)
-        prompt = prompt.view(n_kv, size, -1, shared).transpose(0, 1)
-        weights = torch.cat([prompt, own], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        prompt = weights[..., :shared].transpose(0, 1).reshape(n_kv, -1, shared) @ values
-        out[tile] = weights[..., shared:] @ own_values
-        out[tile] += prompt.view(n_kv, size, heads // n_kv, -1).transpose(0, 1)
+    end, longest = int(at.max()) + 1, int(rows.begin[:count].max())
+    own_keys, own_values = (x[slot, :, :end] for x in slots)  # (R, K, L, D)
+    unseen = (torch.arange(end) > at[:, None])[:, None, :, None]  # (R, 1, L, 1)
+    own_values.masked_fill_(unseen, 0)  # a weight of 0 hides no NaN
+    q = q.view(count, n_kv, -1, d) * scale  # (R, K, W, D)
+    scores = q.new_full((*q.shape[:3], longest + end), float("-inf"))
+    own = (q @ own_keys.transpose(2, 3)).masked_fill_(unseen.transpose(2, 3), float("-inf"))
+    scores[..., longest:] = own
+    tiles = []  # (rows, keys, values) of each prompt: (K, P, D)
+    tables = (x[:count].tolist() for x in (rows.first, rows.count, rows.prompt, rows.begin))
+    firsts, sizes, numbers, lengths = tables
+    for first, size in zip(firsts, sizes):
+        if size:
+            own_prompt = (x[numbers[first], :, : lengths[first]] for x in prompts)
+            tiles.append((slice(first, first + size), *own_prompt))
+    for tile, keys, _ in tiles:  # the queries of all its rows against the one prompt
+        found = q[tile].transpose(0, 1).flatten(1, 2) @ keys.transpose(1, 2)  # (K, N W, P)
+        found = found.unflatten(1, (-1, q.shape[2])).transpose(0, 1)
+        scores[tile, ..., : keys.shape[1]] = found
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    out = weights[..., longest:] @ own_values
+    for tile, _, values in tiles:
+        mixed = weights[tile, ..., : values.shape[1]].transpose(0, 1).flatten(1, 2) @ values
+        out[tile] += mixed.unflatten(1, (-1, q.shape[2])).transpose(0, 1)
     return out.flatten(1, 2)

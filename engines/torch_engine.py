@@ -30,11 +30,12 @@ from engines.base import (
     Sampling,
     cache_bytes,
     checked_weights,
+    operations,
     weight_names,
 )
 from engines.decoder import make_decoder
 from engines.kv_cache import KVCache, Piece, Prompt
-from engines.operations import BLOCK, operations
+from engines.operations import BLOCK
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward pass: bounds its memory
 STEPS = 16  # on a GPU: steps between two looks of the host at what was sampled

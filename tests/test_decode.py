@@ -59,6 +59,23 @@ def test_looking_at_the_tokens_every_eight_steps_changes_nothing():
     assert {r.end for r in b} == {"eos", "stop", "length"}
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_weights_are_laid_side_by_side_and_held_once(kind):
+    model, ids = tiny_lm(kind=kind), torch.tensor(PROMPTS[3:4])
+    before, names = model(ids).logits, list(model.state_dict())
+    layers = TorchEngine(model, [2], 0).decoder.layers
+    assert torch.equal(model(ids).logits, before) and list(model.state_dict()) == names
+    for layer in layers:
+        attention, mlp = layer.module.self_attn, layer.module.mlp
+        for whole, parts in (
+            (layer.qkv[0], (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.gate_up[0], (mlp.gate_proj, mlp.up_proj)),
+        ):
+            assert torch.equal(whole, torch.cat([part.weight for part in parts]))
+            storage = whole.untyped_storage().data_ptr()
+            assert all(part.weight.untyped_storage().data_ptr() == storage for part in parts)
+
+
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Engines that work as with CUDA graphs, on a CPU: row counts of 8, 16, …, one cache that
