@@ -1,7 +1,4 @@
-"""LoRA adapters in PEFT's format: load, merge, train, switch off.
-
-A leaf: needs torch, safetensors, and peft for everything but `adapter_base`.
-"""
+"""LoRA adapters in PEFT's format: load, merge, train, switch off. A leaf: torch and peft."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ def first_line(e: Exception) -> str:
 @dataclass
 class LoRAConfig:
     r: int | None = None
-    """rank of a LoRA adapter that is trained on the frozen model; null: no adapter, all weights
-    are trained"""
+    """rank of the adapter that is trained on the frozen model; null: all weights are trained"""
     alpha: int | None = None
     """its product B·A is scaled by alpha / r; null: 2 r"""
     dropout: float = 0.0
@@ -63,11 +59,7 @@ TRAINABLE = {
 }
 MERGEABLE = TRAINABLE | {"rank_pattern", "alpha_pattern", "use_dora"}
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # they leave the base as it is
-EXACT_STARTS = (
-    *PLAIN_STARTS,
-    "pissa",
-    "olora",
-)  # what they take from the base is the same each time
+EXACT_STARTS = (*PLAIN_STARTS, "pissa", "olora")  # what they take from it is the same each time
 
 
 def adapter_base(path: str) -> str | None:
@@ -83,9 +75,7 @@ def _read_config(path: str) -> dict:
         if not isinstance(values, dict) or not isinstance(values["base_model_name_or_path"], str):
             raise KeyError
     except KeyError as e:
-        raise ModelError(
-            f"{path} names no base_model_name_or_path; add the base model's path"
-        ) from e
+        raise ModelError(f"{path} names no base_model_name_or_path; add it") from e
     except ValueError as e:
         raise ModelError(f"{path} is damaged: {e}; export the adapter again") from e
     return values
@@ -102,9 +92,8 @@ def _peft():
 def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXACT_STARTS):
     """peft's LoraConfig of an adapter's folder.
 
-    ModelError for a field that is not `known` and has another value than peft's own default (one
-    that this peft does not have: that is set at all), and for an initialisation not in `starts`,
-    which changes the base model in a way that loading cannot repeat.
+    ModelError for a field that is not `known` and differs from peft's default, and for an
+    initialisation not in `starts`: it changes the base model in a way that loading cannot repeat.
     """
     path = os.path.join(folder, "adapter_config.json")
     values = _read_config(path)
@@ -116,10 +105,8 @@ def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXA
             odd.append(key)
     if odd:
         raise ModelError(
-            f"{path}: {odd[0]}={values[odd[0]]!r} is not supported here: B·A beside linear layers "
-            "is; merge it with the program that made it and give the merged folder"
-            + " (an adapter that can be merged: stage=merge)"
-            * (known != MERGEABLE)
+            f"{path}: {odd[0]}={values[odd[0]]!r} is not supported here; merge it with the program "
+            "that made it" + " (or with stage=merge, if that can)" * (known != MERGEABLE)
         )
     names = {f.name for f in fields(_peft().LoraConfig)} - {"peft_version"}
     return _peft().LoraConfig(**{k: v for k, v in values.items() if k in names & MERGEABLE})
@@ -140,20 +127,24 @@ def _fill(model: nn.Module, folder: str, name: str) -> None:
     path = os.path.join(folder, "adapter_model.safetensors")
     try:
         found = _peft().set_peft_model_state_dict(model, load_file(path), name)
-        unknown = list(found.unexpected_keys)
-        missing = [k for k in found.missing_keys if ".lora_" in k and f".{name}" in k]
+        odd = [k for k in found.missing_keys if ".lora_" in k and f".{name}" in k]
+        odd = [*found.unexpected_keys, *odd]
     except (OSError, SafetensorError) as e:
         raise ModelError(
             f"{path}: {first_line(e)}; an adapter's folder holds its weights there (of an older "
             ".bin: load and save it with peft once)"
         ) from e
     except RuntimeError as e:  # shapes
-        unknown, missing = [str(e).strip().split("\n")[-1].strip()], []
-    if unknown or missing:
-        raise ModelError(
-            f"{folder}: its weights do not fit {adapter_base(folder)} and its adapter_config.json "
-            f"({(unknown + missing)[0]}); mend base_model_name_or_path there, or export it again"
-        )
+        odd = [str(e).strip().split("\n")[-1].strip()]
+    if odd:
+        raise _misfit(folder, odd[0])
+
+
+def _misfit(folder: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{folder}: its weights do not fit {adapter_base(folder)} and its adapter_config.json "
+        f"({reason}); mend base_model_name_or_path there, or export it again"
+    )
 
 
 def load_adapter(model: nn.Module, folder: str) -> None:
@@ -162,10 +153,7 @@ def load_adapter(model: nn.Module, folder: str) -> None:
     try:
         _inject(model, settings, ADAPTER)
     except (ValueError, RuntimeError) as e:
-        raise ModelError(
-            f"{folder}: it does not fit {adapter_base(folder)}: {first_line(e)}; mend "
-            "base_model_name_or_path in its adapter_config.json"
-        ) from e
+        raise _misfit(folder, first_line(e)) from e
     _fill(model, folder, ADAPTER)
     model.eval()
 
@@ -187,59 +175,59 @@ def add_adapter(
 ) -> None:
     """Freeze the model and put a float32 LoRA adapter beside its linear layers, in place.
 
-    A new adapter has A at random (of `seed`, the same on every process) and B = 0; with `folder` it
-    is the one there, which must have the same r, alpha and target. `keep_start`: also a frozen copy
-    of that one, for `starting_weights`. ModelError where peft is missing, for layers that can't
-    have an adapter, and for one that differs or is no plain product B·A.
+    A new adapter has A at random (of `seed`) and B = 0; with `folder` it is the one there, which
+    must have the same r, alpha and target. `keep_start`: also a frozen copy of that one, for
+    `starting_weights`. ModelError for layers that can't have an adapter, and for one that differs.
     """
+    head = model.get_output_embeddings()
     target = lora.target.split(",") if isinstance(lora.target, str) else lora.target
     if target == ["all-linear"]:
-        linear = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
-        head = model.get_output_embeddings()
-        target = sorted(
-            {n.rpartition(".")[2] for n in linear if model.get_submodule(n) is not head}
-        )
-    settings = _peft().LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha or 2 * lora.r, target_modules=target, task_type="CAUSAL_LM"
-    )
+        linear = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
+        target = list({n.rpartition(".")[2] for n in linear})
+    wanted = {"r": lora.r, "lora_alpha": lora.alpha or 2 * lora.r, "target_modules": sorted(target)}
+    settings = _peft().LoraConfig(**wanted, task_type="CAUSAL_LM")
     if folder:
-        there = adapter_config(folder, TRAINABLE, PLAIN_STARTS)
-        there.inference_mode = False
-    else:
-        there = settings
-    there.lora_dropout = lora.dropout
-    there.base_model_name_or_path = model.config._name_or_path
-    for name in (ADAPTER, START) if folder and keep_start else (ADAPTER,):
+        settings = adapter_config(folder, TRAINABLE, PLAIN_STARTS)
+        settings.inference_mode = False
+    settings.lora_dropout = lora.dropout
+    settings.base_model_name_or_path = model.config._name_or_path
+    adapters = (ADAPTER, START) if folder and keep_start else (ADAPTER,)
+    for name in adapters:
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # the adapter is made on the CPU
-                _inject(model, there, name)
+                _inject(model, settings, name)
         except ValueError as e:
-            raise ModelError(
-                f"lora.target={lora.target!r}: {first_line(e)}; name linear layers of the decoder, "
-                "or all-linear"
-            ) from e
+            raise _bad_target(lora, first_line(e)) from e
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if hasattr(layer, "lora_A"):
-            raise ModelError(
-                f"lora.target={lora.target!r} names the embeddings or the head, which may be one "
-                "matrix; name linear layers of the decoder, or all-linear"
-            )
+    if any(
+        hasattr(m, "lora_A") for m in (model.get_input_embeddings(), model.get_output_embeddings())
+    ):
+        raise _bad_target(lora, "it names the embeddings or the head, which may be one matrix")
     names = sorted({name.rpartition(".")[2] for name in layers})
-    if (there.r, there.lora_alpha, names) != (settings.r, settings.lora_alpha, sorted(target)):
-        raise ModelError(
-            f"{folder} is an adapter with r={there.r}, alpha={there.lora_alpha} on "
-            f"{', '.join(names)}; lora asks for r={lora.r}, alpha={settings.lora_alpha} on "
-            f"{', '.join(target)}: set the same to go on with it, or merge it and start a new one"
+    there = {"r": settings.r, "lora_alpha": settings.lora_alpha, "target_modules": names}
+    if there != wanted:
+        texts = (
+            f"r={x['r']}, alpha={x['lora_alpha']} on {', '.join(x['target_modules'])}"
+            for x in (there, wanted)
         )
-    for name in (ADAPTER, START) if folder and keep_start else (ADAPTER,) * bool(folder):
+        raise ModelError(
+            "{} is an adapter with {}; lora asks for {}: set the same to go on with it, or merge "
+            "it and start a new one".format(folder, *texts)
+        )
+    for name in adapters if folder else ():
         _fill(model, folder, name)
-    model.peft_config = {ADAPTER: there}  # of what is exported
+    model.peft_config = {ADAPTER: settings}  # of what is exported
     _activate(model, ADAPTER)
     for name, p in model.named_parameters():
         p.requires_grad_(f".{ADAPTER}." in name)
     model.eval()  # the new layers too
+
+
+def _bad_target(lora: LoRAConfig, reason: str) -> ModelError:
+    return ModelError(
+        f"lora.target={lora.target!r}: {reason}; name linear layers of the decoder, or all-linear"
+    )
 
 
 def adapter_dropout(model: nn.Module, on: bool) -> None:
@@ -266,11 +254,8 @@ def _activate(model: nn.Module, name: str | None) -> None:
 
 @contextlib.contextmanager
 def starting_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block a model with an adapter computes as it did before the adapter was trained.
-
-    With a new adapter switched off, with the frozen copy of an earlier one; no second model is
-    kept. Other models stay as they are.
-    """
+    """Within the block a model with an adapter computes as before the adapter was trained: without
+    a new one, with the frozen copy of an earlier one. Other models stay as they are."""
     start = START if any(f".{START}." in name for name, _ in model.named_parameters()) else None
     _activate(model, start)
     try:

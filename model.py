@@ -44,37 +44,30 @@ def load_tokenizer(path: str):
     one with tokens that the model has no embeddings for.
     """
     base = adapter_base(path)
-    source = base if base and not _tokenizer_files(path, ("tokenizer.json",)) else path
+    has_own = os.path.exists(os.path.join(path, "tokenizer.json"))
+    source = base if base and not has_own else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoConfig.from_pretrained(base or path, trust_remote_code=False)
+        slow = [v for k, v in tokenizer.vocab_files_names.items() if k != "tokenizer_file"]
+        files = os.listdir(source) if os.path.isdir(source) else ["tokenizer.json"]
+        if "tokenizer.json" not in files and not (slow and set(slow) <= set(files)):
+            other = f" (nor {' and '.join(slow)})" * bool(slow)
+            raise ValueError(f"it has no tokenizer.json{other}")
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(
-            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder or a "
-            "reachable hub name"
+            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder with "
+            "its files or a reachable hub name"
         ) from e
-    slow = [v for k, v in tokenizer.vocab_files_names.items() if k != "tokenizer_file"]
-    if os.path.isdir(source) and not (
-        _tokenizer_files(source, ("tokenizer.json",)) or slow and _tokenizer_files(source, slow)
-    ):
-        raise ModelError(
-            f"no tokenizer at {source!r}: it has no tokenizer.json"
-            + f" (nor {' and '.join(slow)})" * bool(slow)
-            + "; copy the tokenizer's files from the model's source"
-        )
     special = set(tokenizer.all_special_tokens)  # padding may lie outside: it is replaced by EOS
     largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)
     if largest >= (size := model.get_text_config().vocab_size):
         raise ModelError(
             f"the tokenizer at {source!r} has token {largest} "
             f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size} "
-            "that the model has embeddings for; use the tokenizer that belongs to the model"
+            "that the model has embeddings for; use the model's own tokenizer"
         )
     return tokenizer
-
-
-def _tokenizer_files(folder: str, names) -> bool:
-    return all(os.path.exists(os.path.join(folder, name)) for name in names)
 
 
 def load_causal_lm(
@@ -88,16 +81,13 @@ def load_causal_lm(
     compiled: bool = False,
     merge: bool = True,
 ) -> nn.Module:
-    """A causal LM from a local folder or a hub name, ready for `token_logprobs`
-    (prepare_causal_lm).
+    """A causal LM from a local folder or a hub name, ready for `token_logprobs`.
 
     A folder in PEFT's format gives the model it was trained on with the adapter merged into it in
     float32, or beside it with `merge` false. With `lora.r` the model is frozen in `dtype` and has a
-    float32 adapter to train (`add_adapter`): a new one made with `seed`, or, of an adapter's
-    folder, that one. Dropout stays 0 in training too, that of an adapter excepted: the ratio of the
-    first update on a batch is then exactly 1. ModelError for a path that holds no model, for
-    weights that are damaged, missing or of other shapes than the config says (they would be random
-    numbers), and what prepare_causal_lm refuses.
+    float32 adapter to train (`add_adapter`): a new one made with `seed`, or that of the folder.
+    ModelError for a path that holds no model, for weights that are damaged, missing or of other
+    shapes than the config says, and what prepare_causal_lm refuses.
     """
     base = adapter_base(path) or path
     trained = lora is not None and lora.r is not None
@@ -112,16 +102,15 @@ def load_causal_lm(
         )
     except BAD_FILES as e:
         there = f"the base model of {path}" if base != path else "no causal LM"
+        key = " (base_model_name_or_path of its adapter_config.json)" * (base != path)
         raise ModelError(
             f"{there} at {base!r}: {_reason(base, e)}; give a Hugging Face folder or a reachable "
-            "hub name"
-            + (" (base_model_name_or_path of its adapter_config.json)" if base != path else "")
+            f"hub name{key}"
         ) from e
     if report["missing_keys"]:
         raise ModelError(
             f"{base}: its files lack {len(report['missing_keys'])} weights of "
-            f"{type(model).__name__}, {min(report['missing_keys'])} first: it is damaged, or the "
-            "folder of an encoder"
+            f"{type(model).__name__}, {min(report['missing_keys'])} first: damaged, or an encoder"
         )
     model = prepare_causal_lm(model, base, gradient_checkpointing, compiled)
     if trained:
@@ -150,34 +139,28 @@ def prepare_causal_lm(
     (at the first pass, a minute). ModelError, with `name`, for heads that do more than one matrix
     product and for layers that are not plain attention.
     """
+    config, way_out = model.config, "use a Qwen2/2.5/3, Llama or SmolLM2 model"
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
+        if (value := getattr(config, key, None)) not in (None, 1, 1.0):
             raise ModelError(
-                f"{name}: the config sets {key}={getattr(model.config, key)}: its logits are not "
-                "head(hidden states), which token_logprobs computes; use a Qwen2/2.5/3, Llama or "
-                "SmolLM2 model"
+                f"{name}: the config sets {key}={value}: its logits are not head(hidden states), "
+                f"which token_logprobs computes; {way_out}"
             )
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    odd = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    odd = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    odd -= {"full_attention", "sliding_attention", "chunked_attention"}
     odd |= {"attention sinks" for module in model.modules() if hasattr(module, "sinks")}
-    odd |= (
-        {"soft-capped attention"}
-        if getattr(model.config, "attn_logit_softcapping", None)
-        else set()
-    )
+    if getattr(config, "attn_logit_softcapping", None):
+        odd.add("soft-capped attention")
     if odd or model._is_stateful or not model._supports_attention_backend:
         found = f" ({', '.join(sorted(odd))})" if odd else ""
         raise ModelError(
-            f"{name}: {type(model).__name__} has layers that are not plain attention{found}: "
-            "packed sequences and the engine's keys and values know no others; use a Qwen2/2.5/3, "
-            "Llama or SmolLM2 model"
+            f"{name}: {type(model).__name__} has layers that are not plain attention{found}; "
+            f"{way_out}"
         )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(
-            getattr(module, "attention_dropout", None), float
-        ):  # a module elsewhere, see above
+        if isinstance(getattr(module, "attention_dropout", None), float):  # else a module, above
             module.attention_dropout = 0.0
     model.config.use_cache = False
     model.set_attn_implementation("packed")
@@ -195,9 +178,7 @@ def prepare_causal_lm(
 
 
 def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
-    """`forward`, which keeps its inputs alone where a backward pass will follow, and runs again in
-    it.
-    """
+    """`forward`, which keeps its inputs alone and runs again in the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -209,25 +190,16 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.01,
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, weight decay on all of them (as verl does with its flat
-    parameters).
-    """
+    """AdamW over the trainable parameters, weight decay on all of them, as in verl."""
     params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        params,
-        lr=lr,
-        betas=betas,
-        eps=1e-8,
-        weight_decay=weight_decay,
-        fused=computes_on(model)[0].type == "cuda",
-    )
+    fused = computes_on(model)[0].type == "cuda"
+    return torch.optim.AdamW(params, lr, betas, 1e-8, weight_decay, fused=fused)
 
 
 def lr_at(
     step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant"
 ) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then `constant`, or `cosine`
-    / `linear` to 0.
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then `schedule`, to 0.
 
     The first step already moves (1 / warmup_steps of the peak); verl's moves by 0.
     """

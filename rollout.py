@@ -77,7 +77,7 @@ def open_engine(
             with torch.random.fork_rng(devices), torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             model = prepare_causal_lm(model, base)
-        engine = TorchEngine(model, *shared, compiled=cfg.compile)
+        engine = TorchEngine(model, *shared)
     if cfg.gap_limit is not None:
         engine.gap_limit = cfg.gap_limit
     return engine

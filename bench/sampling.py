@@ -2,7 +2,7 @@
 floor.
 
     python bench/sampling.py --shape 3b --engines torch,vllm --prompts 16 --n 8
-    python bench/sampling.py --shape 0.5b --engines torch --compiled --eager --top-p 0.9
+    python bench/sampling.py --shape 0.5b --engines torch --eager --top-p 0.9
     python bench/sampling.py --shape 3b --rounds 4 --new 150 --shown 600   # and with --anew
 
 No response ends early: no id ends one. The first call of an engine makes its graphs and is
@@ -113,6 +113,21 @@ def measure(engine, args, model) -> dict:
     return result
 
 
+def profile(engine, args, out: str) -> None:
+    """Write what the kernels of one more call take to a file, the longest first."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        sample(engine, args, random.Random(0), 0)
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+    with open(out, "w", encoding="utf-8") as f:
+        print(f"{shapes.card()}, {args.shape}, {engine.total.steps} decode steps", file=f)
+        print("ms in all, launches, us each", file=f)
+        for e in events[:40]:
+            ms, each = e.self_device_time_total / 1000, e.self_device_time_total / e.count
+            print(f"{ms:9.2f} {e.count:7} {each:8.1f}  {e.key[:100]}", file=f)
+
+
 def main() -> None:
     p = shapes.parser(__doc__)
     p.add_argument("--engines", default="torch", help="torch and vllm, with a comma")
@@ -127,12 +142,8 @@ def main() -> None:
     p.add_argument("--temperature", type=float, default=0.7)
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--calls", type=int, default=3, help="timed calls")
-    p.add_argument(
-        "--compiled",
-        action="store_true",
-        help="torch: also with torch.compile of the decoder layers",
-    )
     p.add_argument("--eager", action="store_true", help="torch: also without CUDA graphs")
+    p.add_argument("--profile", default="", help="torch: write the kernels' times to this file")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vllm: share of the card")
     args = p.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -142,8 +153,6 @@ def main() -> None:
     longest = args.prompt_len + args.rounds * (args.new + args.shown) - args.shown
     kinds = args.engines.split(",")
     variants = {"torch": {}}
-    if args.compiled:
-        variants["torch_compiled"] = {"compiled": True}
     if args.eager:
         variants["torch_eager"] = {"graphs": False}
     floor = floor_seconds(args)
@@ -172,6 +181,8 @@ def main() -> None:
                 **measure(engine, args, model),
             },
         )
+        if args.profile and name == "torch":
+            profile(engine, args, args.profile)
         del engine, own
         gc.collect()
         if device.type == "cuda":

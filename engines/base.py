@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from types import ModuleType
 from typing import Annotated, Literal
 
 import torch
@@ -30,10 +31,8 @@ class EngineConfig:
     tensor_parallel: Annotated[int, at_least(1)] = 1
     """vllm: neighbouring processes (of one host) that hold one copy of the weights together"""
     gap_limit: Annotated[float | None, above(0)] = None
-    """mean |log-probability of the engine - of the trainer|, in nats a sampled token, at which a
-    run ends (status 3); unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
-    compile: bool = False
-    """torch, on a GPU: compile the layers of a decode step (20 s at first use, faster steps)"""
+    """mean |log-probability of the engine - of the trainer| at which a run ends (status 3), in
+    nats; unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,8 @@ class GenerateStats:
 class Engine:
     """State and checks of an engine for token ids below `vocabulary`.
 
-    `eos_ids`: every id that ends a response. `pad_id` fills unused positions and is never looked
-    at. `tokenizer` is needed for stop strings only. `max_length`: tokens of a prompt and its
-    response at most (None: as many as the model of `config` has positions).
+    `eos_ids`: every id that ends a response. `tokenizer`: for stop strings only. `max_length`:
+    tokens of a prompt and its response at most (None: as many as `config` has positions).
     """
 
     HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
@@ -120,7 +118,7 @@ class Engine:
             if not 0 <= token < vocabulary:
                 raise RolloutError(
                     f"{name} {token} is outside the model's vocabulary of {vocabulary}; use an id "
-                    "below it, the EOS id for padding for example"
+                    "below it"
                 )
         self.vocabulary, self.pad_id, self.tokenizer = vocabulary, pad_id, tokenizer
         limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")]
@@ -148,24 +146,20 @@ class Engine:
         prompts = [[int(t) for t in p] for p in prompts]
         if len(prompts) != len(samplings):
             raise RolloutError(
-                f"{len(prompts)} prompts and {len(samplings)} samplings: give one Sampling, or one "
-                "for each prompt"
+                f"{len(prompts)} prompts and {len(samplings)} samplings: give one, or one a prompt"
             )
         for i, (prompt, s) in enumerate(zip(prompts, samplings)):
             if not prompt:
-                problem = (
-                    "is empty: a response needs at least one token (BOS for example) to follow"
-                )
+                problem = "is empty: a response needs a token (BOS for example) to follow"
             elif len(prompt) + s.max_tokens > self.max_length:
                 problem = (
                     f"has {len(prompt)} tokens; with max_tokens={s.max_tokens} that is above the "
-                    f"engine's {self.max_length} positions. Leave out or shorten long prompts, or "
-                    "lower max_tokens"
+                    f"engine's {self.max_length} positions: shorten it or lower max_tokens"
                 )
             elif not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
                 problem = (
-                    f"holds an id outside the vocabulary of {self.vocabulary}: encode it with the "
-                    "model's own tokenizer"
+                    f"holds an id outside the vocabulary of {self.vocabulary}: use the model's own "
+                    "tokenizer"
                 )
             elif s.stop and self.tokenizer is None:
                 problem = f"has stop strings {s.stop}, matched on text: give the engine a tokenizer"
@@ -173,6 +167,22 @@ class Engine:
                 continue
             raise RolloutError(f"prompt {i} {problem}")
         return prompts, samplings
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The operations of TorchEngine's steps for a device."""
+    if device.type == "cuda":  # Triton comes with PyTorch's CUDA builds alone
+        from engines import kernels as module
+    else:
+        from engines import operations as module
+    return module
+
+
+def cache_bytes(config, itemsize: float) -> float:
+    """What the keys and values of a token take, `itemsize` bytes a number."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * n_kv * head * itemsize
 
 
 def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
@@ -191,11 +201,8 @@ def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str
 def checked_weights(
     named_tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size], tied: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream under Hugging Face names (`clean_name`), each weight once.
-
-    Raises RolloutError for an unknown name, a wrong shape, a tied pair with two values, and at the
-    end for what is missing.
-    """
+    """The stream under Hugging Face names, each weight once; RolloutError where one does not fit,
+    and at the end for what is missing."""
     sent: dict[str, Tensor] = {}  # name → some of its values, where it may come again
     for given, tensor in named_tensors:
         name = clean_name(given)
@@ -208,7 +215,7 @@ def checked_weights(
         if shapes[name] != tensor.shape:
             raise RolloutError(
                 f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's "
-                f"{tuple(shapes[name])}: send full (unsharded) tensors of the same architecture"
+                f"{tuple(shapes[name])}: send full tensors of the same architecture"
             )
         part = tensor.detach().flatten()[::997].clone() if name in tied.values() else None
         if name not in sent:
@@ -221,6 +228,5 @@ def checked_weights(
             )
     if missing := [name for name in shapes if name not in sent]:
         raise RolloutError(
-            f"the sync lacked {len(missing)} of {len(shapes)} weights, {missing[0]!r} first: send "
-            "all of them"
+            f"the sync lacked {len(missing)} of {len(shapes)} weights, {missing[0]!r} first"
         )

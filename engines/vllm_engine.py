@@ -22,6 +22,7 @@ from engines.base import (
     Rollout,
     RolloutError,
     Sampling,
+    cache_bytes,
     checked_weights,
     weight_names,
 )
@@ -34,16 +35,15 @@ Request = tuple[list[int], Sampling, int]  # prompt ids, sampling, seed
 
 
 class VLLMEngine(Engine):
-    """vLLM in this process: the engine for GPUs, with TorchEngine's methods and results.
+    """vLLM in this process: an engine for GPUs, with TorchEngine's methods and results.
 
-    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. Every process has one; with
-    tensor_parallel > 1 the neighbouring processes of a group hold one copy of the weights, and
-    generate, sync_weights, sleep and wake are collectives of the group: each process gives its own
-    prompts and gets its own rollouts. The model folder needs config.json and the tokenizer; weights
-    are read from it where `weights` says so, else the first sync brings them.
+    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. With tensor_parallel > 1 the
+    neighbouring processes of a group hold one copy of the weights, and generate, sync_weights,
+    sleep and wake are collectives of the group: each process gives its own prompts and gets its own
+    rollouts. Without `weights` the folder's are not read: the first sync brings them.
 
-    Differs from TorchEngine in: a seed gives other draws; in bfloat16 logits, and so a response,
-    may differ with what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
+    Differs from TorchEngine in: a seed gives other draws; in bfloat16 a response may differ with
+    what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
     """
 
     def __init__(
@@ -113,16 +113,17 @@ class VLLMEngine(Engine):
         return rank // size
 
     def _cache_bytes(self, config, rows: int, itemsize: float, share: float) -> int | None:
-        """Bytes of keys and values for `rows` sequences of full length, `itemsize` a number; None
-        where they are more than the card's share holds: vLLM then takes the whole share, which it
-        would always do, and mapping that much memory makes waking slow.
+        """Bytes of keys and values for `rows` sequences of full length, `itemsize` a number.
+
+        None where the card's share holds less: vLLM then takes all of it, as it always would, which
+        makes waking slow.
         """
         if not self.cuda:
             return None
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * itemsize
         # every sequence's last block is begun
-        wanted = int(token * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK))
+        wanted = int(
+            cache_bytes(config, itemsize) * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK)
+        )
         weights = itemsize * sum(map(math.prod, self.shapes.values()))
         room = share * torch.cuda.mem_get_info()[1] - weights - 2**31  # activations and graphs
         return wanted if wanted < room else None
@@ -174,7 +175,6 @@ class VLLMEngine(Engine):
                 engine.add_request(f"{p}/{i}", {"prompt_token_ids": prompt}, params)
                 waiting[f"{p}/{i}"] = p, i
         total, idle = len(waiting), 0
-        # a step gives every running response a token: what works stays far below this
         allowed = IDLE_STEPS + 2 * max((len(p) + s.max_tokens for p, s, _ in wanted), default=0)
         while waiting:
             outputs = engine.step()
@@ -189,9 +189,8 @@ class VLLMEngine(Engine):
             if idle > allowed:
                 engine.abort_request(list(waiting))
                 raise RolloutError(
-                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: its memory "
-                    "may hold too few keys and values; raise engine.gpu_memory or lower "
-                    "engine.batch"
+                    f"vLLM finished none of {len(waiting)} responses in {idle} steps: raise "
+                    "engine.gpu_memory or lower engine.batch"
                 )
         return results
 
@@ -245,9 +244,7 @@ class VLLMEngine(Engine):
         _load_into_vllm(self.llm, self.model, weights, self.cuda, bool(self.tied))
         # keys and values of the old weights would stay, and be 7 to 13 nats wrong
         if not self.llm.reset_prefix_cache():
-            raise RolloutError(
-                "vLLM did not reset its prefix cache after a weight sync: requests still run in it"
-            )
+            raise RolloutError("vLLM did not reset its prefix cache: requests still run in it")
         if self.cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -280,12 +277,11 @@ def check_vllm() -> str:
                 return version
             known = " to ".join(".".join(map(str, v)) for v in (VLLM_FROM, VLLM_TO))
             raise RolloutError(
-                f"vLLM {version} is installed; engine.kind=vllm reaches into it and is known to "
-                f"work with {known} (tested: 0.26.0): install one of them, or use engine.kind=torch"
+                f"vLLM {version} is installed; engine.kind=vllm is known to work with {known} "
+                "(tested: 0.26.0): install one of them, or use engine.kind=torch"
             )
     raise RolloutError(
-        "engine.kind=vllm, but vLLM is not installed: pip install -r requirements-gpu.txt, or use "
-        "engine.kind=torch"
+        "vLLM is not installed: pip install -r requirements-gpu.txt, or use engine.kind=torch"
     )
 
 
@@ -304,8 +300,8 @@ def _load_into_vllm(
     if cuda:  # as a stream
         model.load_weights(weights)
         return
-    # The CPU build packs weights for its kernels as they are loaded, which only reload_weights does
-    # again. A set with an error would leave it half unpacked: look at all of it first.
+    # Only reload_weights packs weights for the CPU build's kernels again; all of them are looked at
+    # first: a set with an error would leave it half unpacked.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
     if tied:  # the head's packed copy is made at the first load alone
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
@@ -313,10 +309,7 @@ def _load_into_vllm(
 
 @contextlib.contextmanager
 def _vllm_environment(joined: bool) -> Iterator[None]:
-    """What vLLM reads from the environment while it is made.
-
-    Where the process group was not made by torchrun, its variables are set for that time.
-    """
+    """What vLLM reads from the environment while it is made, torchrun's variables included."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: weights go by reference
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -324,8 +317,8 @@ def _vllm_environment(joined: bool) -> Iterator[None]:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # nothing listens: the group is there
-    added = [name for name in alone if joined and name not in os.environ]
-    os.environ.update({name: alone[name] for name in added})
+    added = {k: v for k, v in alone.items() if joined and k not in os.environ}
+    os.environ |= added
     try:
         yield
     finally:
