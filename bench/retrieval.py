@@ -56,8 +56,9 @@ class BenchConfig:
     """encode: tokens of one batch"""
     workers: int = -1
     """encode: tokenising processes; -1: all cores but one"""
-    factories: list[str] = field(default_factory=lambda: ["Flat", "SQfp16", "IVF4096,Flat", "OPQ64,IVF4096,PQ64",
-                                                            "HNSW32"])
+    factories: list[str] = field(
+        default_factory=lambda: ["Flat", "SQfp16", "IVF4096,Flat", "OPQ64,IVF4096,PQ64", "HNSW32"]
+    )
     """faiss: index kinds by factory string"""
     index: str = ""
     """faiss: a dense index whose vectors are taken, some of them as queries; empty: synthetic vectors in clusters"""
@@ -69,7 +70,9 @@ class BenchConfig:
     """JSON file for the result"""
 
 
-def pick(cfg: BenchConfig, passages: int, dim: int, queries: list[int]) -> tuple[int, int, list[int]]:
+def pick(
+    cfg: BenchConfig, passages: int, dim: int, queries: list[int]
+) -> tuple[int, int, list[int]]:
     """Sizes of a run: what was asked for, else these, else tiny ones."""
     if cfg.small:
         passages, queries = min(passages, 3000), [min(q, 40) for q in queries]
@@ -96,7 +99,9 @@ def gpu_ms(call: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def make_vectors(passages: int, dim: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+def make_vectors(
+    passages: int, dim: int, queries: int
+) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
     """Random passages (M, D) fp16, queries (Q, D) float32 near a passage each, and that passage: ranks from 1 on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -124,7 +129,9 @@ def blocked_topk(q: torch.Tensor, matrix: torch.Tensor, rows: int, k: int = 100)
     return best.topk(min(k, best.shape[1]), dim=1).values
 
 
-def float64_ranks(q: torch.Tensor, matrix: torch.Tensor, golds: list[list[int]]) -> tuple[list[int], list[int]]:
+def float64_ranks(
+    q: torch.Tensor, matrix: torch.Tensor, golds: list[list[int]]
+) -> tuple[list[int], list[int]]:
     """Ranks by float64 scores, and how many other passages are so near to the gold that float32 sums may swap them."""
     q, rows = q.double(), torch.tensor([g[0] for g in golds], device=q.device)
     gold = (q * matrix[rows].double()).sum(1, keepdim=True)
@@ -145,48 +152,79 @@ def gold_ranks(cfg: BenchConfig) -> dict:
     result: dict = {"passages": passages, "dim": dim, "sizes": []}
     for n in sizes:
         q, half, gold = queries[:n], queries[:n].to(matrix.dtype), golds[:n]
-        blocks = [max(min(scores // n, passages), 64) for scores in (1 << 29, 1 << 27)]  # scores of 1 GiB and 256 MiB
-        row = {"queries": n,
-               "cublas_product_ms": min(gpu_ms(lambda: blocked_product(half, matrix, rows), 5) for rows in blocks),
-               "blocked_topk_ms": min(gpu_ms(lambda: blocked_topk(half, matrix, rows), 3) for rows in blocks)}
+        blocks = [
+            max(min(scores // n, passages), 64) for scores in (1 << 29, 1 << 27)
+        ]  # scores of 1 GiB and 256 MiB
+        row = {
+            "queries": n,
+            "cublas_product_ms": min(
+                gpu_ms(lambda: blocked_product(half, matrix, rows), 5) for rows in blocks
+            ),
+            "blocked_topk_ms": min(
+                gpu_ms(lambda: blocked_topk(half, matrix, rows), 3) for rows in blocks
+            ),
+        }
         row["gold_ranks_call_ms"] = gpu_ms(lambda: exact_gold_ranks(q, [matrix], gold), 5)
         if torch.cuda.is_available():
             from search import gold_ranks as kernel
+
             score = kernel.own_scores(half, matrix[[g[0] for g in gold]])
             count = torch.zeros(n, dtype=torch.int32, device=matrix.device)
             row["kernel_ms"] = gpu_ms(lambda: kernel.add_counts(count, half, matrix, score))
             row["own_scores_ms"] = gpu_ms(lambda: kernel.own_scores(half, matrix[:n]))
         ours = row.get("kernel_ms", row["gold_ranks_call_ms"])
-        row |= {"over_cublas": ours / row["cublas_product_ms"], "topk_over_ours": row["blocked_topk_ms"] / ours,
-                "tflops": 2 * n * passages * dim / ours / 1e9, "memory_tb_s": passages * dim * 2 / ours / 1e9,
-                "floor_ms": max(2 * n * passages * dim / 790e12, passages * dim * 2 / 3.0e12) * 1e3}
+        row |= {
+            "over_cublas": ours / row["cublas_product_ms"],
+            "topk_over_ours": row["blocked_topk_ms"] / ours,
+            "tflops": 2 * n * passages * dim / ours / 1e9,
+            "memory_tb_s": passages * dim * 2 / ours / 1e9,
+            "floor_ms": max(2 * n * passages * dim / 790e12, passages * dim * 2 / 3.0e12) * 1e3,
+        }
         row["over_floor"] = ours / row["floor_ms"]
-        result["sizes"].append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        result["sizes"].append(
+            {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+        )
     checked = list(range(0, max(sizes), max(max(sizes) // 256, 1)))
     got = exact_gold_ranks(queries[checked], [matrix], [golds[i] for i in checked], cutoff=passages)
     truth, near = float64_ranks(queries[checked], matrix, [golds[i] for i in checked])
     wrong = [i for i, (a, b) in enumerate(zip(got, truth)) if a != b]
     result["against_float64"] = {
-        "queries": len(checked), "ranks_up_to_100": sum(t <= 100 for t in truth), "different": len(wrong),
+        "queries": len(checked),
+        "ranks_up_to_100": sum(t <= 100 for t in truth),
+        "different": len(wrong),
         "largest_difference": max((abs(got[i] - truth[i]) for i in wrong), default=0),
-        "different_beyond_rounding": sum(abs(got[i] - truth[i]) > near[i] for i in wrong)}
+        "different_beyond_rounding": sum(abs(got[i] - truth[i]) > near[i] for i in wrong),
+    }
     return result
 
 
 def tune(cfg: BenchConfig) -> dict:
     """The kernel's tiles at both numbers of queries; each is compared with a product before it is timed."""
     from search import gold_ranks as kernel
+
     passages, dim, sizes = pick(cfg, 10_000_000, 768, [2048, 256])
     matrix, queries, golds = make_vectors(passages, dim, max(sizes))
     rows = []
-    for tiles in ((256, 64, 4), (256, 64, 3), (256, 32, 8), (256, 128, 2), (128, 64, 6), (128, 128, 3)):
+    for tiles in (
+        (256, 64, 4),
+        (256, 64, 3),
+        (256, 32, 8),
+        (256, 128, 2),
+        (128, 64, 6),
+        (128, 128, 3),
+    ):
         kernel.TILE_M, kernel.TILE_D, kernel.STAGES = tiles
         row: dict = {"tile_m, tile_d, stages": tiles}
         for n in sizes:
             q, gold = queries[:n].half(), [g[0] for g in golds[:n]]
-            score, count = kernel.own_scores(q, matrix[gold]), torch.zeros(n, dtype=torch.int32, device=matrix.device)
-            kernel.add_counts(count, q, matrix[:1 << 16], score)
-            row[f"wrong_of_{n}"] = int(((count - count_by_product(q, matrix[:1 << 16], score)).abs() > 1).sum())
+            score, count = (
+                kernel.own_scores(q, matrix[gold]),
+                torch.zeros(n, dtype=torch.int32, device=matrix.device),
+            )
+            kernel.add_counts(count, q, matrix[: 1 << 16], score)
+            row[f"wrong_of_{n}"] = int(
+                ((count - count_by_product(q, matrix[: 1 << 16], score)).abs() > 1).sum()
+            )
             row[f"ms_{n}"] = round(gpu_ms(lambda: kernel.add_counts(count, q, matrix, score)), 3)
         print(json.dumps(row), file=sys.stderr, flush=True)
         rows.append(row)
@@ -208,28 +246,56 @@ def random_roberta(folder: Path, small: bool) -> None:
     """A RoBERTa-base shape with random weights and a tokenizer of 30,000 words, as the peer's script has it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaModel
+
     special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-    core = Tokenizer(models.WordLevel(special | {word: i + 4 for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel(special | {word: i + 4 for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", bos_token="<s>",
-                            eos_token="</s>", cls_token="<s>", sep_token="</s>").save_pretrained(folder)
-    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128) if small else {}
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        cls_token="<s>",
+        sep_token="</s>",
+    ).save_pretrained(folder)
+    shape = (
+        dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+        if small
+        else {}
+    )
     torch.manual_seed(0)
-    RobertaModel(RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, pad_token_id=1,
-                               **shape), add_pooling_layer=False).save_pretrained(folder)
+    RobertaModel(
+        RobertaConfig(
+            vocab_size=50265,
+            max_position_embeddings=514,
+            type_vocab_size=1,
+            pad_token_id=1,
+            **shape,
+        ),
+        add_pooling_layer=False,
+    ).save_pretrained(folder)
 
 
 def write_texts(path: Path, passages: int) -> list[np.ndarray]:
     """Passages of 182 tokens on average (10 to 382), lengths as the peer's script draws them; their token ids."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.normal(180, 60, passages).astype(int), 8, 380)
-    words = np.frombuffer("".join(f"{word} " for word in WORDS).encode(), np.uint8).reshape(len(WORDS), -1)
+    words = np.frombuffer("".join(f"{word} " for word in WORDS).encode(), np.uint8).reshape(
+        len(WORDS), -1
+    )
     ids = []
     with open(path, "wb") as f:
         for i, n in enumerate(lengths.tolist()):
             drawn = rng.integers(0, len(WORDS), n, dtype=np.int32)
-            f.write(b'{"id": "p%d", "title": "", "text": "%s"}\n' % (i, words[drawn].tobytes().rstrip()))
+            f.write(
+                b'{"id": "p%d", "title": "", "text": "%s"}\n' % (i, words[drawn].tobytes().rstrip())
+            )
             ids.append(np.concatenate([[0], drawn + 4, [2]]).astype(np.int32))
     return ids
 
@@ -243,6 +309,7 @@ def encode(cfg: BenchConfig) -> dict:
     """
     forkserver.ensure_running()  # imports what tokenising processes need, meanwhile
     import retriever as R
+
     passages, _, _ = pick(cfg, 98_304, 0, [])
     work = Path(tempfile.mkdtemp(prefix="encode_"))
     try:
@@ -251,12 +318,20 @@ def encode(cfg: BenchConfig) -> dict:
         tokens = sum(map(len, ids))
         with open(work / "corpus.jsonl") as f, open(work / "first.jsonl", "w") as g:
             g.writelines(islice(f, 2048))
-        model, tokenizer, encoder = R.load_encoder(str(work / "encoder"), pooling="first", normalise=False,
-                                                   passage_length=384)
+        model, tokenizer, encoder = R.load_encoder(
+            str(work / "encoder"), pooling="first", normalise=False, passage_length=384
+        )
         workers = max(os.cpu_count() - 1, 1) if cfg.workers < 0 else cfg.workers
         batch_tokens = min(cfg.batch_tokens, 4096) if cfg.small else cfg.batch_tokens
         began = time.perf_counter()
-        R.build_index(work / "warm", str(work / "first.jsonl"), model, tokenizer, encoder, batch_tokens=batch_tokens)
+        R.build_index(
+            work / "warm",
+            str(work / "first.jsonl"),
+            model,
+            tokenizer,
+            encoder,
+            batch_tokens=batch_tokens,
+        )
         warm = time.perf_counter() - began
         windows: list = []  # (passages, host's time, mark behind its work on the device)
         encode_tokens = R.encode_tokens
@@ -266,30 +341,55 @@ def encode(cfg: BenchConfig) -> dict:
             out = encode_tokens(model, window, *args)
             windows.append((len(window), began, mark()))
             return out
+
         R.encode_tokens = timed
         began = time.perf_counter()
-        index = R.build_index(work / "index", str(work / "corpus.jsonl"), model, tokenizer, encoder,
-                              batch_tokens=batch_tokens, workers=workers)
+        index = R.build_index(
+            work / "index",
+            str(work / "corpus.jsonl"),
+            model,
+            tokenizer,
+            encoder,
+            batch_tokens=batch_tokens,
+            workers=workers,
+        )
         whole, R.encode_tokens = time.perf_counter() - began, encode_tokens
-        result = {"passages": passages, "mean_tokens": round(tokens / passages, 1), "workers": workers,
-                  "batch_tokens": batch_tokens, "warm_up_s": round(warm, 1), "seconds": round(whole, 2),
-                  "seconds_to_first_window": round(windows[0][1] - began, 2),
-                  "passages_s": round(passages / whole), "tokens_s": round(tokens / whole),
-                  "shards": len(index.shards)}
+        result = {
+            "passages": passages,
+            "mean_tokens": round(tokens / passages, 1),
+            "workers": workers,
+            "batch_tokens": batch_tokens,
+            "warm_up_s": round(warm, 1),
+            "seconds": round(whole, 2),
+            "seconds_to_first_window": round(windows[0][1] - began, 2),
+            "passages_s": round(passages / whole),
+            "tokens_s": round(tokens / whole),
+            "shards": len(index.shards),
+        }
         steady = passages / whole
         if len(windows) > 1:
-            steady = sum(n for n, _, _ in windows[1:]) / seconds_between(windows[0][2], windows[-1][2])
-            result |= {"steady_passages_s": round(steady), "hours_for_25.7M": round(25.7e6 / steady / 3600, 2)}
+            steady = sum(n for n, _, _ in windows[1:]) / seconds_between(
+                windows[0][2], windows[-1][2]
+            )
+            result |= {
+                "steady_passages_s": round(steady),
+                "hours_for_25.7M": round(25.7e6 / steady / 3600, 2),
+            }
         write(cfg, result)  # nothing that follows costs what is measured
         alone = encoder_alone(R, ids, model, encoder, batch_tokens)
-        result |= {"encoder_alone_passages_s": round(alone), "of_encoder_alone": round(passages / whole / alone, 3),
-                   "steady_of_encoder_alone": round(steady / alone, 3)}
+        result |= {
+            "encoder_alone_passages_s": round(alone),
+            "of_encoder_alone": round(passages / whole / alone, 3),
+            "steady_of_encoder_alone": round(steady / alone, 3),
+        }
         write(cfg, result)
         if cfg.peer_passages:
             with open(work / "corpus.jsonl") as f:
                 texts = [json.loads(line)["text"] for line in islice(f, cfg.peer_passages)]
             try:
-                peer = sentence_transformers_rates(str(work / "encoder"), model.config.hidden_size, texts)
+                peer = sentence_transformers_rates(
+                    str(work / "encoder"), model.config.hidden_size, texts
+                )
                 result["over_peer_bf16"] = round(steady / peer["bf16_passages_s"], 2)
             except ImportError as e:
                 peer = {"failed": f"sentence-transformers: {e}"}
@@ -319,7 +419,7 @@ def encoder_alone(R, tokens: list[np.ndarray], model, encoder, batch_tokens: int
     if R.can_pack(model):
         model = copy.deepcopy(model).to(torch.bfloat16)
         packed = R.PackedModel(model, batch_tokens, 384, compiled=True)
-    windows = [tokens[i:i + R.WINDOW] for i in range(0, len(tokens), R.WINDOW)]
+    windows = [tokens[i : i + R.WINDOW] for i in range(0, len(tokens), R.WINDOW)]
     call = lambda window: R.encode_tokens(model, window, encoder, 1, batch_tokens, packed)  # noqa: E731
     call(windows[0][:2048])  # compiled, or its compilation found again
     if packed is None:
@@ -344,11 +444,21 @@ def sentence_transformers_rates(folder: str, size: int, texts: list[str]) -> dic
     """Passages a second of sentence-transformers' `encode` with the same encoder, as the peer's script calls it."""
     import sentence_transformers
     from sentence_transformers import models
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts = [models.Transformer(folder, max_seq_length=384), models.Pooling(size, pooling_mode="cls")]
+    parts = [
+        models.Transformer(folder, max_seq_length=384),
+        models.Pooling(size, pooling_mode="cls"),
+    ]
     model = sentence_transformers.SentenceTransformer(modules=parts, device=device)
-    rates: dict = {"sentence_transformers": sentence_transformers.__version__, "passages": len(texts)}
-    for name, dtype, some in (("fp32", torch.float32, texts[:len(texts) // 4]), ("bf16", torch.bfloat16, texts)):
+    rates: dict = {
+        "sentence_transformers": sentence_transformers.__version__,
+        "passages": len(texts),
+    }
+    for name, dtype, some in (
+        ("fp32", torch.float32, texts[: len(texts) // 4]),
+        ("bf16", torch.bfloat16, texts),
+    ):
         model.to(dtype)
 
         def call(part: list[str]) -> float:
@@ -357,6 +467,7 @@ def sentence_transformers_rates(folder: str, size: int, texts: list[str]) -> dic
             if device == "cuda":
                 torch.cuda.synchronize()
             return time.perf_counter() - began
+
         call(some[:2048])
         rates[f"{name}_passages_s"] = round(len(some) / call(some))
     return rates
@@ -373,9 +484,16 @@ def search_gpu(cfg: BenchConfig) -> dict:
         rows.append({"queries": n, "ms": round(ms, 2), "queries_s": round(n / ms * 1e3)})
     found = exact_search(queries, [matrix], 100, order)[1]
     ranks = exact_gold_ranks(queries, [matrix], golds)
-    agree = sum((g[0] in hits) == (rank is not None) for g, hits, rank in zip(golds, found.tolist(), ranks))
-    return {"passages": passages, "dim": dim, "bytes_a_passage": dim * 2, "sizes": rows,
-            "gold_in_list_as_ranked": f"{agree} of {len(golds)}"}
+    agree = sum(
+        (g[0] in hits) == (rank is not None) for g, hits, rank in zip(golds, found.tolist(), ranks)
+    )
+    return {
+        "passages": passages,
+        "dim": dim,
+        "bytes_a_passage": dim * 2,
+        "sizes": rows,
+        "gold_in_list_as_ranked": f"{agree} of {len(golds)}",
+    }
 
 
 def best_of(call: Callable[[], object], repeats: int = 3) -> float:
@@ -391,6 +509,7 @@ def best_of(call: Callable[[], object], repeats: int = 3) -> float:
 def search_cpu(cfg: BenchConfig) -> dict:
     """Exact top-100 on CPU cores, from a memory-mapped fp16 file, against faiss's float32 IndexFlatIP in memory."""
     import faiss
+
     passages, dim, sizes = pick(cfg, 1_000_000, 384, [1, 16, 256])
     torch.set_num_threads(cfg.threads)
     faiss.omp_set_num_threads(cfg.threads)
@@ -401,8 +520,8 @@ def search_cpu(cfg: BenchConfig) -> dict:
         for start in range(0, passages, 65536):
             part = rng.standard_normal((min(65536, passages - start), dim), dtype=np.float32)
             part /= np.linalg.norm(part, axis=1, keepdims=True)
-            vectors[start:start + len(part)] = part
-            index.add(vectors[start:start + len(part)].astype(np.float32))
+            vectors[start : start + len(part)] = part
+            index.add(vectors[start : start + len(part)].astype(np.float32))
         vectors.flush()
         mapped, order = np.load(f"{work}/v.npy", mmap_mode="c"), torch.arange(passages)
         rows = []
@@ -411,17 +530,34 @@ def search_cpu(cfg: BenchConfig) -> dict:
             q /= np.linalg.norm(q, axis=1, keepdims=True)
             ours, theirs = [], []
             for _ in range(3):  # by turns, so that other work on the machine meets both
-                ours.append(best_of(lambda: exact_search(torch.from_numpy(q), [mapped], 100, order), 1))
+                ours.append(
+                    best_of(lambda: exact_search(torch.from_numpy(q), [mapped], 100, order), 1)
+                )
                 theirs.append(best_of(lambda: index.search(q, 100), 1))
             found = exact_search(torch.from_numpy(q), [mapped], 100, order)[1].numpy()
-            same = np.mean([len(set(a) & set(b)) / 100 for a, b in zip(found, index.search(q, 100)[1])])
+            same = np.mean(
+                [len(set(a) & set(b)) / 100 for a, b in zip(found, index.search(q, 100)[1])]
+            )
             golds = [[int(row[0])] for row in found]
             ranks = best_of(lambda: exact_gold_ranks(torch.from_numpy(q), [mapped], golds), 2)
-            rows.append({"queries": n, "ours_s": round(min(ours), 3), "faiss_s": round(min(theirs), 3),
-                         "faiss_over_ours": round(min(theirs) / min(ours), 2), "overlap_at_100": round(float(same), 5),
-                         "gold_ranks_s": round(ranks, 3)})
-    return {"passages": passages, "dim": dim, "threads": cfg.threads, "faiss": faiss.__version__,
-            "bytes_a_passage": {"ours": dim * 2, "faiss": dim * 4}, "sizes": rows}
+            rows.append(
+                {
+                    "queries": n,
+                    "ours_s": round(min(ours), 3),
+                    "faiss_s": round(min(theirs), 3),
+                    "faiss_over_ours": round(min(theirs) / min(ours), 2),
+                    "overlap_at_100": round(float(same), 5),
+                    "gold_ranks_s": round(ranks, 3),
+                }
+            )
+    return {
+        "passages": passages,
+        "dim": dim,
+        "threads": cfg.threads,
+        "faiss": faiss.__version__,
+        "bytes_a_passage": {"ours": dim * 2, "faiss": dim * 4},
+        "sizes": rows,
+    }
 
 
 def clustered(rng: np.random.Generator, centres: np.ndarray, rows: int) -> np.ndarray:
@@ -436,6 +572,7 @@ def faiss_table(cfg: BenchConfig) -> dict:
     import faiss
 
     from search.faiss_index import FaissIndex, build_faiss
+
     passages, dim, (n, *_) = pick(cfg, 1_000_000, 384, [256])
     factories = ["Flat", "IVF16,PQ8", "HNSW8"] if cfg.small else cfg.factories
     torch.set_num_threads(cfg.threads)
@@ -446,6 +583,7 @@ def faiss_table(cfg: BenchConfig) -> dict:
     with tempfile.TemporaryDirectory() as work:
         if cfg.index:
             from retriever import open_index
+
             shards = open_index(cfg.index).shards
             passages, dim = sum(map(len, shards)), shards[0].shape[1]
             some = [s[rng.integers(len(s), size=-(-n // len(shards)))] for s in shards]
@@ -453,13 +591,22 @@ def faiss_table(cfg: BenchConfig) -> dict:
         else:
             vectors = np.lib.format.open_memmap(f"{work}/v.npy", "w+", np.float16, (passages, dim))
             for start in range(0, passages, 65536):
-                vectors[start:start + 65536] = clustered(rng, centres, min(65536, passages - start))
+                vectors[start : start + 65536] = clustered(
+                    rng, centres, min(65536, passages - start)
+                )
             q, shards = clustered(rng, centres, n), [vectors]
         order = torch.arange(passages)
         truth = exact_search(torch.from_numpy(q), shards, 100, order)[1].numpy()
         seconds = best_of(lambda: exact_search(torch.from_numpy(q), shards, 100, order), 2)
-        rows.append({"index": "exact fp16 (ours)", "recall@10": 1.0, "recall@100": 1.0,
-                     "queries_s": round(n / seconds, 1), "bytes_a_passage": dim * 2})
+        rows.append(
+            {
+                "index": "exact fp16 (ours)",
+                "recall@10": 1.0,
+                "recall@100": 1.0,
+                "queries_s": round(n / seconds, 1),
+                "bytes_a_passage": dim * 2,
+            }
+        )
         for factory in factories:
             began = time.perf_counter()
             build_faiss(f"{work}/f", shards, factory, source)
@@ -468,19 +615,47 @@ def faiss_table(cfg: BenchConfig) -> dict:
                 index.set(probe, max(probe, 100))  # an HNSW search is at least as wide as its list
                 seconds = best_of(lambda: index.search(q, 100), 2)
                 found = index.search(q, 100)[1]
-                recall = {k: np.mean([len(set(a[:k].tolist()) & set(b[:k].tolist())) / k for a, b in zip(found, truth)])
-                          for k in (10, 100)}
-                rows.append({"index": factory, "nprobe_or_ef": probe or None, "recall@10": round(float(recall[10]), 4),
-                             "recall@100": round(float(recall[100]), 4), "queries_s": round(n / seconds, 1),
-                             "bytes_a_passage": round(index.bytes / passages, 1), "built_s": round(built, 1)})
+                recall = {
+                    k: np.mean(
+                        [
+                            len(set(a[:k].tolist()) & set(b[:k].tolist())) / k
+                            for a, b in zip(found, truth)
+                        ]
+                    )
+                    for k in (10, 100)
+                }
+                rows.append(
+                    {
+                        "index": factory,
+                        "nprobe_or_ef": probe or None,
+                        "recall@10": round(float(recall[10]), 4),
+                        "recall@100": round(float(recall[100]), 4),
+                        "queries_s": round(n / seconds, 1),
+                        "bytes_a_passage": round(index.bytes / passages, 1),
+                        "built_s": round(built, 1),
+                    }
+                )
             shutil.rmtree(f"{work}/f")
-    return {"vectors": "of an index of passages" if cfg.index else "synthetic, in clusters", "passages": passages,
-            "dim": dim, "queries": n, "threads": cfg.threads, "faiss": faiss.__version__,
-            "gpus_in_faiss": getattr(faiss, "get_num_gpus", lambda: 0)(), "indexes": rows}
+    return {
+        "vectors": "of an index of passages" if cfg.index else "synthetic, in clusters",
+        "passages": passages,
+        "dim": dim,
+        "queries": n,
+        "threads": cfg.threads,
+        "faiss": faiss.__version__,
+        "gpus_in_faiss": getattr(faiss, "get_num_gpus", lambda: 0)(),
+        "indexes": rows,
+    }
 
 
-MODES = {"gold-ranks": gold_ranks, "tune": tune, "encode": encode, "search-gpu": search_gpu, "search-cpu": search_cpu,
-         "faiss": faiss_table}
+MODES = {
+    "gold-ranks": gold_ranks,
+    "tune": tune,
+    "encode": encode,
+    "search-gpu": search_gpu,
+    "search-cpu": search_cpu,
+    "faiss": faiss_table,
+}
 
 
 def main(cfg: BenchConfig) -> dict:
@@ -493,11 +668,19 @@ def write(cfg: BenchConfig, measured: dict) -> dict:
     """The result with its circumstances, in `out` if that is set."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     words = [w for w in sys.argv[1:] if not w.startswith(("out=", "index="))]
-    result = {"command": " ".join(["python bench/retrieval.py", *words]), "card": card, "torch": torch.__version__,
-              "python": platform.python_version(), "cpus": os.cpu_count(), "load_average": os.getloadavg(),
-              "date": time.strftime("%Y-%m-%d %H:%M:%S"), **measured}
+    result = {
+        "command": " ".join(["python bench/retrieval.py", *words]),
+        "card": card,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **measured,
+    }
     if torch.cuda.is_available():
         import triton
+
         result["triton"] = triton.__version__
     if cfg.out:
         with atomic_write(cfg.out) as f:

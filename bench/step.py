@@ -44,8 +44,10 @@ def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score
     """A reward between 0 and 1 for each response that depends on nothing but its ids."""
     texts = [decode_response(run.tokenizer, r.response_ids) for r in rollouts]
     figures = {"rewrite": "", "well_formed": False, "rank": None}
-    return [grpo.Score(text, zlib.crc32(str(r.response_ids).encode()) % 100 / 100, figures)
-            for text, r in zip(texts, rollouts)]
+    return [
+        grpo.Score(text, zlib.crc32(str(r.response_ids).encode()) % 100 / 100, figures)
+        for text, r in zip(texts, rollouts)
+    ]
 
 
 def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
@@ -54,66 +56,128 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     packing.ACTIVATIONS = args.activations
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and not args.eager
     cfg = grpo.GRPOConfig(
-        model=folder, train="none", prompts_per_step=args.prompts, group_size=args.responses,
-        max_prompt_tokens=args.prompt_len, max_response_tokens=args.new, kl_coef=0.0 if args.no_kl else 0.001,
-        micro_batch_tokens=args.budget, gradient_checkpointing=args.recompute, compile=compiled,
-        steps=args.steps + 1, warmup_steps=0,
-        engine=EngineConfig(kind=kind, batch=args.engine_batch, gpu_memory=args.gpu_memory,
-                            tensor_parallel=args.tensor_parallel))
+        model=folder,
+        train="none",
+        prompts_per_step=args.prompts,
+        group_size=args.responses,
+        max_prompt_tokens=args.prompt_len,
+        max_response_tokens=args.new,
+        kl_coef=0.0 if args.no_kl else 0.001,
+        micro_batch_tokens=args.budget,
+        gradient_checkpointing=args.recompute,
+        compile=compiled,
+        steps=args.steps + 1,
+        warmup_steps=0,
+        engine=EngineConfig(
+            kind=kind,
+            batch=args.engine_batch,
+            gpu_memory=args.gpu_memory,
+            tensor_parallel=args.tensor_parallel,
+        ),
+    )
     grpo.check_config(cfg, where.world)
     tokenizer = shapes.word_tokenizer()
-    engine = open_engine(cfg.engine, folder, None, [], shapes.WORDS, where.device, args.prompt_len + args.new, 0, dtype,
-                         weights=False)
+    engine = open_engine(
+        cfg.engine,
+        folder,
+        None,
+        [],
+        shapes.WORDS,
+        where.device,
+        args.prompt_len + args.new,
+        0,
+        dtype,
+        weights=False,
+    )
     policy = shapes.random_lm(args.shape, torch.float32, where.device)
     policy = prepare_causal_lm(policy, "", args.recompute, compiled)
     reference = None
     if cfg.kl_coef:
-        reference = shapes.random_lm(args.shape, torch.float32, where.device).to(dtype).requires_grad_(False)
-        reference = distributed.shard_model(prepare_causal_lm(reference, compiled=compiled), where, gather_once=True)
+        reference = (
+            shapes.random_lm(args.shape, torch.float32, where.device)
+            .to(dtype)
+            .requires_grad_(False)
+        )
+        reference = distributed.shard_model(
+            prepare_causal_lm(reference, compiled=compiled), where, gather_once=True
+        )
     distributed.shard_model(policy, where, cuda, gather_once=True)
     rng = random.Random(0)
     count = args.prompts * (args.steps + 1)
     prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(count)]
     turns = [data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)]
-    return grpo.Run(cfg=cfg, dist=where, tokenizer=tokenizer, policy=policy, reference=reference,
-                    optimizer=make_optimizer(policy, cfg.lr), engine=engine, retriever=None, task=None, golds={},
-                    items=turns, prompts=prompts, dev=[], dev_prompts=[], steps=cfg.steps, settings={})
+    return grpo.Run(
+        cfg=cfg,
+        dist=where,
+        tokenizer=tokenizer,
+        policy=policy,
+        reference=reference,
+        optimizer=make_optimizer(policy, cfg.lr),
+        engine=engine,
+        retriever=None,
+        task=None,
+        golds={},
+        items=turns,
+        prompts=prompts,
+        dev=[],
+        dev_prompts=[],
+        steps=cfg.steps,
+        settings={},
+    )
 
 
 def floors(args, world: int) -> dict[str, float]:
     """The least seconds of every phase on `world` cards."""
-    config, size, rate = shapes.model_config(args.shape), shapes.parameters(args.shape), shapes.bandwidth()
+    config, size, rate = (
+        shapes.model_config(args.shape),
+        shapes.parameters(args.shape),
+        shapes.bandwidth(),
+    )
     rows, flops = args.prompts * args.responses / world, shapes.BF16_FLOPS
     unique = args.prompts / world * (args.prompt_len + args.responses * (args.new - 1))
     head = config.hidden_size // config.num_attention_heads
-    token = 4 * config.num_hidden_layers * config.num_key_value_heads * head  # bytes of keys and values, bf16
+    token = (
+        4 * config.num_hidden_layers * config.num_key_value_heads * head
+    )  # bytes of keys and values, bf16
     cached = rows * token * (args.prompt_len + args.new / 2)
     decode = max((2 * size + cached) / rate, 2 * size * rows / flops)
-    return {"sample": 2 * size * args.prompts / world * args.prompt_len / flops + args.new * decode,
-            "reference": 0.0 if args.no_kl else 2 * size * unique / flops,
-            "update": 6 * size * unique / flops + 28 * size / world / rate, "sync": 6 * size / rate}
+    return {
+        "sample": 2 * size * args.prompts / world * args.prompt_len / flops + args.new * decode,
+        "reference": 0.0 if args.no_kl else 2 * size * unique / flops,
+        "update": 6 * size * unique / flops + 28 * size / world / rate,
+        "sync": 6 * size / rate,
+    }
 
 
 def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
     """Phases and rates of the steps so far; medians without the first one, where there are others."""
     timed = rows[1:] or rows
-    phases = {name: statistics.median(row[f"seconds_{name}"] for row in timed)
-              for name in ("sample", "reward", "reference", "update", "sync")}
+    phases = {
+        name: statistics.median(row[f"seconds_{name}"] for row in timed)
+        for name in ("sample", "reward", "reference", "update", "sync")
+    }
     size = shapes.parameters(args.shape)
     unique = args.prompts * (args.prompt_len + args.responses * (args.new - 1))
     tokens = args.prompts * args.responses * args.new
-    result = {"step_seconds": round(statistics.median(walls[1:] or walls), 3), "steps": [round(w, 3) for w in walls],
-              "phases": {k: round(v, 3) for k, v in phases.items()},
-              "sampled_tokens_per_second": round(tokens / phases["sample"]),
-              "update_unique_tokens_per_second": round(unique / phases["update"]),
-              "update_mfu": round(6 * size * unique / phases["update"] / world / shapes.BF16_FLOPS, 4),
-              "engine_gap": rows[-1]["engine_gap"], "engine_gap_max": rows[-1]["engine_gap_max"],
-              "loss": [row["loss"] for row in rows], "response_tokens": rows[-1]["response_tokens"]}
+    result = {
+        "step_seconds": round(statistics.median(walls[1:] or walls), 3),
+        "steps": [round(w, 3) for w in walls],
+        "phases": {k: round(v, 3) for k, v in phases.items()},
+        "sampled_tokens_per_second": round(tokens / phases["sample"]),
+        "update_unique_tokens_per_second": round(unique / phases["update"]),
+        "update_mfu": round(6 * size * unique / phases["update"] / world / shapes.BF16_FLOPS, 4),
+        "engine_gap": rows[-1]["engine_gap"],
+        "engine_gap_max": rows[-1]["engine_gap_max"],
+        "loss": [row["loss"] for row in rows],
+        "response_tokens": rows[-1]["response_tokens"],
+    }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        result |= {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                   "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-                   "card_used_gib_at_end": round((total - free) / 2**30, 2)}  # vLLM's pool is not torch's
+        result |= {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+            "card_used_gib_at_end": round((total - free) / 2**30, 2),
+        }  # vLLM's pool is not torch's
     if shapes.bandwidth():
         result["floors"] = {k: round(v, 4) for k, v in floors(args, world).items()}
     return result
@@ -125,9 +189,26 @@ def ours(args, kind: str) -> None:
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
     grpo.score = hashed_scores
-    sizes = {k: getattr(args, k) for k in ("shape", "prompts", "responses", "prompt_len", "new", "budget",
-                                           "recompute", "activations", "tensor_parallel", "card_gib")}
-    sizes |= {"kl": not args.no_kl, "parameters": shapes.parameters(args.shape), "processes": where.world}
+    sizes = {
+        k: getattr(args, k)
+        for k in (
+            "shape",
+            "prompts",
+            "responses",
+            "prompt_len",
+            "new",
+            "budget",
+            "recompute",
+            "activations",
+            "tensor_parallel",
+            "card_gib",
+        )
+    }
+    sizes |= {
+        "kl": not args.no_kl,
+        "parameters": shapes.parameters(args.shape),
+        "processes": where.world,
+    }
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
         grpo.sync_engine(run)
@@ -139,7 +220,10 @@ def ours(args, kind: str) -> None:
             with clock("step"):
                 row, _ = grpo.train_step(run, step)
             wall = clock.seconds["seconds_step"]
-            distributed.print0(f"step {step}: {wall:.2f}s", {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")})
+            distributed.print0(
+                f"step {step}: {wall:.2f}s",
+                {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")},
+            )
             rows.append(row)
             walls.append(wall)
             if where.rank == 0:
@@ -150,38 +234,73 @@ def ours(args, kind: str) -> None:
 
 def in_own_process(args, engine: str) -> dict:
     """What `ours` reports of one engine, run in a process of its own: the card is empty when it has ended."""
-    environ = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}  # not for vLLM's pool
+    environ = {
+        k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"
+    }  # not for vLLM's pool
     if engine == "torch":
         environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "ours.json")
-        command = [sys.executable, __file__, *sys.argv[1:], "--engine", engine, "--peer", "--out", str(out)]
+        command = [
+            sys.executable,
+            __file__,
+            *sys.argv[1:],
+            "--engine",
+            engine,
+            "--peer",
+            "--out",
+            str(out),
+        ]
         status = subprocess.run(command, env=environ, stdout=sys.stderr).returncode
         row = json.loads(out.read_text()) if out.exists() else {}
-    return {k: v for k, v in row.items() if k != "command"} | ({f"{engine}_failed": status} if status else {})
+    return {k: v for k, v in row.items() if k != "command"} | (
+        {f"{engine}_failed": status} if status else {}
+    )
 
 
 def peer(args, engine: str) -> dict:
     """The peer's step with one of its engines, in a process of its own."""
-    options = {"shape": args.shape, "prompts": args.prompts, "n": args.responses, "prompt-len": args.prompt_len,
-               "new": args.new, "micro": args.peer_micro, "steps": args.peer_steps + 1, "engine": engine,
-               "beta": 0 if args.no_kl else 0.001}
-    command = [sys.executable, args.peer_script, *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
+    options = {
+        "shape": args.shape,
+        "prompts": args.prompts,
+        "n": args.responses,
+        "prompt-len": args.prompt_len,
+        "new": args.new,
+        "micro": args.peer_micro,
+        "steps": args.peer_steps + 1,
+        "engine": engine,
+        "beta": 0 if args.no_kl else 0.001,
+    }
+    command = [
+        sys.executable,
+        args.peer_script,
+        *(str(x) for k, v in options.items() for x in (f"--{k}", v)),
+    ]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
-            status = subprocess.run(command, stdout=out, stderr=err, timeout=args.peer_limit,
-                                    env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
+            status = subprocess.run(
+                command,
+                stdout=out,
+                stderr=err,
+                timeout=args.peer_limit,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            ).returncode
         except subprocess.TimeoutExpired:
             status = f"ended after {args.peer_limit} s"
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read())
-    lines = [line for line in texts[0].splitlines() if line.startswith('{"peer"')]  # it prints its log as well
+    lines = [
+        line for line in texts[0].splitlines() if line.startswith('{"peer"')
+    ]  # it prints its log as well
     if not lines:
         return {"failed": status, "stdout": texts[0][-2000:], "stderr": texts[1][-3000:]}
     row = json.loads(lines[-1])
-    return row | {"step_seconds": round(statistics.median(row["steps"][1:]), 3), "micro_batch": args.peer_micro}
+    return row | {
+        "step_seconds": round(statistics.median(row["steps"][1:]), 3),
+        "micro_batch": args.peer_micro,
+    }
 
 
 def main() -> None:
@@ -193,35 +312,62 @@ def main() -> None:
     p.add_argument("--new", type=int, default=256, help="tokens of a response")
     p.add_argument("--steps", type=int, default=3, help="timed steps")
     p.add_argument("--budget", type=int, default=5200, help="micro_batch_tokens")
-    p.add_argument("--recompute", type=float, default=0.5, help="gradient_checkpointing, a share of the layers")
-    p.add_argument("--activations", type=float, default=packing.ACTIVATIONS, help="of compiled layers, see packing.ACTIVATIONS")
+    p.add_argument(
+        "--recompute", type=float, default=0.5, help="gradient_checkpointing, a share of the layers"
+    )
+    p.add_argument(
+        "--activations",
+        type=float,
+        default=packing.ACTIVATIONS,
+        help="of compiled layers, see packing.ACTIVATIONS",
+    )
     p.add_argument("--engine-batch", type=int, default=256, help="rows decoded together")
     p.add_argument("--gpu-memory", type=float, default=0.4, help="vLLM's share of the card")
-    p.add_argument("--tensor-parallel", type=int, default=1, help="processes that hold one copy of vLLM's weights")
+    p.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="processes that hold one copy of vLLM's weights",
+    )
     p.add_argument("--no-kl", action="store_true", help="without reference")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
-    p.add_argument("--peer", nargs="*", default=[], choices=["hf", "vllm"], help="run the peer as well, with these "
-                   "engines, after ours and on the whole card")
+    p.add_argument(
+        "--peer",
+        nargs="*",
+        default=[],
+        choices=["hf", "vllm"],
+        help="run the peer as well, with these engines, after ours and on the whole card",
+    )
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
-    p.add_argument("--peer-limit", type=float, default=420, help="seconds after which the peer is ended")
+    p.add_argument(
+        "--peer-limit", type=float, default=420, help="seconds after which the peer is ended"
+    )
     args = p.parse_args()
     if not args.peer and len(args.engine) == 1:
         ours(args, args.engine[0])
         return
     if "RANK" in os.environ:
-        p.error("--peer and several engines: each is one process on one card; start it without torchrun")
+        p.error(
+            "--peer and several engines: each is one process on one card; start it without torchrun"
+        )
     result = {"ours": {}, "peer": {}, "peer_over_ours": {}}
     for engine in args.engine:
         row = in_own_process(args, engine)
         measured = result["ours"] | row.pop("ours", {})
-        result |= row | {"ours": measured, "versions": result.get("versions", {}) | row.get("versions", {})}
+        result |= row | {
+            "ours": measured,
+            "versions": result.get("versions", {}) | row.get("versions", {}),
+        }
         shapes.report(result, args.out, final=False)
     for engine in args.peer:
         result["peer"][engine] = row = peer(args, engine)
-        result["peer_over_ours"] |= {f"{engine} / {name}": round(row["step_seconds"] / own["step_seconds"], 2)
-                                     for name, own in result["ours"].items() if "step_seconds" in row}
+        result["peer_over_ours"] |= {
+            f"{engine} / {name}": round(row["step_seconds"] / own["step_seconds"], 2)
+            for name, own in result["ours"].items()
+            if "step_seconds" in row
+        }
         shapes.report(result, args.out, final=False)
     shapes.report(result, args.out)
 

@@ -30,7 +30,9 @@ HEAVY = ["vllm", "faiss", "flash_attn", "mcp", "wandb", "peft", "fastapi"]
 
 def tracked() -> list[Path]:
     """What git holds or would hold; every file where there is no git."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         return [p for p in ROOT.rglob("*") if p.is_file() and ".git" not in p.parts]
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
@@ -53,7 +55,11 @@ def imports(source: str, top_level_only: bool = False) -> set[str]:
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports name their module in full"
-            found |= {f"{node.module}.{a.name}" for a in node.names} if node.module in WINGS else {node.module}
+            found |= (
+                {f"{node.module}.{a.name}" for a in node.names}
+                if node.module in WINGS
+                else {node.module}
+            )
     return found
 
 
@@ -62,15 +68,19 @@ GRAPH = {name: imports(source) & set(SOURCES) for name, source in SOURCES.items(
 
 def cycle(graph: dict[str, set[str]]) -> list[str] | None:
     """A path that comes back to where it began, or None."""
+
     def walk(node, path):
         if node in path:
-            return path[path.index(node):] + [node]
+            return path[path.index(node) :] + [node]
         return next((found for n in sorted(graph[node]) if (found := walk(n, path + [node]))), None)
+
     return next((found for n in graph if (found := walk(n, []))), None)
 
 
 def test_imports_have_no_cycle():
-    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not cycle(
+        {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    )
     assert cycle(GRAPH) is None and any(GRAPH.values())
 
 
@@ -78,8 +88,12 @@ def test_imports_run_downwards():
     room = {name: name.split(".")[0] for name in SOURCES}
     floor = {name: i for i, names in enumerate(FLOORS) for name in names}
     assert set(room.values()) == set(floor), "every file stands on a floor"
-    upwards = [(a, b) for a, used in GRAPH.items() for b in used
-               if room[a] != room[b] and floor[room[a]] <= floor[room[b]]]
+    upwards = [
+        (a, b)
+        for a, used in GRAPH.items()
+        for b in used
+        if room[a] != room[b] and floor[room[a]] <= floor[room[b]]
+    ]
     assert upwards == []
 
 
@@ -102,7 +116,9 @@ def test_files_and_functions_can_be_read(name):
 
 
 def python(*words, **kw):
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, **kw)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, **kw
+    )
 
 
 def test_import_grpo_loads_no_heavy_package():
@@ -113,12 +129,13 @@ def test_import_grpo_loads_no_heavy_package():
 
 # ------------------------------------------------------------------------------------------------------ copies out alone
 
+
 def mathematics() -> str:
     """What stands between the banner of the mathematics in grpo.py and the next one."""
     lines = (ROOT / "grpo.py").read_text(encoding="utf-8").splitlines()
     banners = [i for i, line in enumerate(lines) if line.startswith("# " + "=" * 20)]
     first = next(i for i in banners if "mathematics" in lines[i])
-    return "\n".join(lines[first + 1:banners[banners.index(first) + 1]])
+    return "\n".join(lines[first + 1 : banners[banners.index(first) + 1]])
 
 
 MATHEMATICS = """
@@ -142,8 +159,12 @@ print(sorted(set(sys.modules) & {{"transformers", "yaml", "config", "data", "rew
 
 def test_the_mathematics_of_grpo_runs_with_torch_alone(tmp_path):
     (tmp_path / "block.py").write_text(MATHEMATICS.format(block=mathematics()), encoding="utf-8")
-    done = python("-P" if sys.version_info >= (3, 11) else "-s", "block.py", cwd=tmp_path,
-                  env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    done = python(
+        "-P" if sys.version_info >= (3, 11) else "-s",
+        "block.py",
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
     assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -151,7 +172,9 @@ def test_reward_runs_copied_alone_on_the_bare_standard_library(tmp_path):
     (tmp_path / "reward.py").write_bytes((ROOT / "reward.py").read_bytes())
     code = "import reward; print(reward.score_rewrite('<think>a</think><rewrite>b</rewrite>', 1), reward.score_rewrite('b', 1))"
     done = python("-S", "-E", "-c", code, cwd=tmp_path)  # -S: no site-packages at all
-    assert done.returncode == 0 and done.stdout.split() == ["2.0", "-0.1"], done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.split() == ["2.0", "-0.1"], (
+        done.stdout + done.stderr
+    )
 
 
 ALONE = {  # what each leaf does where no other file of the project is
@@ -199,16 +222,27 @@ print(bool(trained) and all(".lora_" in name for name in trained))
 @pytest.mark.parametrize("name", ALONE)
 def test_leaves_run_copied_alone(tmp_path, name):
     (tmp_path / f"{name}.py").write_bytes((ROOT / f"{name}.py").read_bytes())
-    done = python("-c", ALONE[name], cwd=tmp_path, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    done = python(
+        "-c",
+        ALONE[name],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
     assert done.returncode == 0 and done.stdout.strip().splitlines()[-1] in (
-        "0.001", "who?", "[1.0, 0.5]", "True"), done.stdout + done.stderr
+        "0.001",
+        "who?",
+        "[1.0, 0.5]",
+        "True",
+    ), done.stdout + done.stderr
 
 
 def test_commands_that_need_no_model_start_without_torch():
     for command in (["evaluate.py", "--help"], ["report.py", "--help"], ["prepare.py", "--help"]):
-        code = f"import runpy, sys; sys.argv = {command!r}; sys.path.insert(0, {str(ROOT)!r})\n" \
-               f"try: runpy.run_path({str(ROOT / command[0])!r}, run_name='__main__')\n" \
-               "except SystemExit: pass\nprint('torch' in sys.modules)"
+        code = (
+            f"import runpy, sys; sys.argv = {command!r}; sys.path.insert(0, {str(ROOT)!r})\n"
+            f"try: runpy.run_path({str(ROOT / command[0])!r}, run_name='__main__')\n"
+            "except SystemExit: pass\nprint('torch' in sys.modules)"
+        )
         done = python("-c", code)
         assert done.stdout.strip().splitlines()[-1] == "False", (command, done.stderr)
 
@@ -223,8 +257,14 @@ def test_no_path_of_a_machine():
     assert not MACHINE_PATH.search("net/work/jane")
     found = []
     for path in tracked():
-        if path.suffix in {".py", ".md", ".yaml", ".yml", ".txt", ".sh", ".cff", ".toml", ".cfg", ".ini", ""} and path != Path(__file__).resolve():
-            for number, line in enumerate(path.read_bytes().decode("utf-8", "ignore").splitlines(), 1):
+        if (
+            path.suffix
+            in {".py", ".md", ".yaml", ".yml", ".txt", ".sh", ".cff", ".toml", ".cfg", ".ini", ""}
+            and path != Path(__file__).resolve()
+        ):
+            for number, line in enumerate(
+                path.read_bytes().decode("utf-8", "ignore").splitlines(), 1
+            ):
                 if MACHINE_PATH.search(line):
                     found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert found == []
@@ -237,12 +277,15 @@ REQUIREMENTS = sorted(ROOT.glob("requirements*.txt"))
 @pytest.mark.parametrize("path", REQUIREMENTS, ids=[p.name for p in REQUIREMENTS])
 def test_requirements_are_pinned_to_a_range(path):
     from packaging.requirements import Requirement
+
     lines = [line.split(" #")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     wanted = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
     assert wanted
     for requirement in wanted:
         operators = {s.operator for s in requirement.specifier}
-        assert operators & {"==", "~="} or (operators & {">=", ">"} and operators & {"<", "<="}), f"{requirement}: give a tested range"
+        assert operators & {"==", "~="} or (operators & {">=", ">"} and operators & {"<", "<="}), (
+            f"{requirement}: give a tested range"
+        )
 
 
 README = ROOT / "README.md"
@@ -251,13 +294,26 @@ README = ROOT / "README.md"
 @pytest.mark.skipif(not README.exists(), reason="no README.md yet")
 def test_readme_lists_exactly_the_top_level_files():
     there = {p.relative_to(ROOT).parts[0] for p in tracked()}
-    there = {n + "/" if (ROOT / n).is_dir() else n for n in there
-             if not n.startswith(".") and n not in {"README.md", "LICENSE", "CITATION.cff"}}  # paperwork: named in its own sections
-    rows = [line.split("|")[1] for line in README.read_text(encoding="utf-8").splitlines() if re.match(r"\|\s*`", line)]
+    there = {
+        n + "/" if (ROOT / n).is_dir() else n
+        for n in there
+        if not n.startswith(".") and n not in {"README.md", "LICENSE", "CITATION.cff"}
+    }  # paperwork: named in its own sections
+    rows = [
+        line.split("|")[1]
+        for line in README.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\|\s*`", line)
+    ]
     listed = {name.strip() for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    files = {n if n.endswith("/") or not (ROOT / n).is_dir() else n + "/" for n in listed if (ROOT / n).exists() or re.search(r"\.(py|sh|txt|cff)$|/$", n)}
+    files = {
+        n if n.endswith("/") or not (ROOT / n).is_dir() else n + "/"
+        for n in listed
+        if (ROOT / n).exists() or re.search(r"\.(py|sh|txt|cff)$|/$", n)
+    }
     files = {n if n in there else n.split("/")[0] + "/" if "/" in n else n for n in files}
-    assert files == there, f"not in the README: {sorted(there - files)}; not in the folder: {sorted(files - there)}"
+    assert files == there, (
+        f"not in the README: {sorted(there - files)}; not in the folder: {sorted(files - there)}"
+    )
 
 
 CITATION = ROOT / "CITATION.cff"
@@ -266,7 +322,9 @@ CITATION = ROOT / "CITATION.cff"
 @pytest.mark.skipif(not CITATION.exists(), reason="no CITATION.cff yet")
 def test_citation_is_valid_enough_to_cite():
     cff = yaml.safe_load(CITATION.read_text(encoding="utf-8"))
-    assert {"cff-version", "message", "title", "authors", "license"} <= cff.keys() and cff["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors", "license"} <= cff.keys() and cff[
+        "license"
+    ] == "Apache-2.0"
     assert re.fullmatch(r"1\.\d\.\d", str(cff["cff-version"])) and cff["authors"]
     assert all({"family-names", "name", "alias"} & author.keys() for author in cff["authors"])
     for reference in cff.get("references", []):
@@ -281,6 +339,10 @@ def test_an_environment_without_pip_is_made_again(tmp_path):
     for path, status in ((tmp_path / ".venv/bin/python", 1), (tmp_path / "python", 0)):
         path.write_text(f'#!/bin/sh\necho "$@" >> "{asked}"\nexit {status}\n')
         path.chmod(0o755)
-    subprocess.run(["bash", "run.sh", "setup"], cwd=tmp_path, env=os.environ | {"PYTHON": str(tmp_path / "python")},
-                   capture_output=True)
+    subprocess.run(
+        ["bash", "run.sh", "setup"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": str(tmp_path / "python")},
+        capture_output=True,
+    )
     assert "-m venv --clear .venv" in asked.read_text()

@@ -28,7 +28,6 @@ from engines.base import Sampling
 from episodes import episode, tools, trajectories
 from episodes.episode import EpisodeConfig, run_episodes
 from episodes.trajectories import read_conversations
-from prompts import search_text
 from runs import write_jsonl
 
 
@@ -227,7 +226,11 @@ def test_examples_in_either_form_of_calls_make_the_same_prompt(tmp_path):
     for template in (HERMES, tiny.CHATML):
         assert prompt('{"query": "who"}', template) == prompt({"query": "who"}, template)
         assert '"arguments": {"query": "who"}' in prompt('{"query": "who"}', template)
-    for bad, said in (('{"query"', "not valid JSON"), ('["who"]', "arguments must"), (3, "arguments")):
+    for bad, said in (
+        ('{"query"', "not valid JSON"),
+        ('["who"]', "arguments must"),
+        (3, "arguments"),
+    ):
         with pytest.raises(DataError, match=f"x.jsonl:1: {said}"):
             prompt(bad, HERMES)
 
