@@ -441,9 +441,12 @@ def save_checkpoint(
                 json.dump(state, f, indent=1)
                 _flush(f)
         earlier = [old for n, old in _checkpoints(run_dir).items() if n < step]
-        for old in earlier[::-1][keep - 1 :]:
-            os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
-            shutil.rmtree(f"{old}.tmp")
+        try:
+            for old in earlier[::-1][keep - 1 :]:
+                os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
+                shutil.rmtree(f"{old}.tmp")
+        except OSError as e:
+            raise CheckpointError(f"{folder} is written, but an old one stays: {e}") from e
 
     on_rank_0(finish)
     return folder

@@ -155,6 +155,8 @@ def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterabl
 def _title(path: str, taken: dict) -> str:
     """A file's name without its ending; the whole path where that name is taken."""
     title = os.path.splitext(os.path.basename(path))[0]
+    if title in taken and path in taken:
+        raise ConfigError(f"{path} is named once more; as baseline and as run is enough")
     return path if title in taken else title
 
 

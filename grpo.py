@@ -465,13 +465,13 @@ def update(
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         sums += sum(s for s, _ in measured).cpu()
-        gaps.append(float(torch.stack([gap for _, gap in measured]).max()))
+        gaps += [gap for _, gap in measured]
     totals = dict(zip(SUMS, distributed.all_reduce_sum(sums.tolist())))
     means = {key: totals[key] / max(1.0, totals["tokens"]) for key in SUMS[1:-1]}
     return {
         "loss": totals["loss"] / len(updates),
         **means,
-        "engine_gap_max": max(distributed.gather_objects(max(gaps))),
+        "engine_gap_max": max(distributed.gather_objects(float(torch.stack(gaps).max()))),
         "grad_norm": norm,
         "skipped": skipped,
         "tokens": int(totals["tokens"]),
@@ -539,7 +539,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     elif cfg.lora.dropout:
         wrong = (
             f"lora.dropout={cfg.lora.dropout}: another policy than the one that sampled would "
-            "be trained; set it to 0"
+            "be trained; set lora.dropout=0"
         )
     elif episodes and gold != "none" and not cfg.qrels:
         wrong = f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]"

@@ -323,6 +323,12 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
     return rows
 
 
+def done_keys(output: str, prompts: dict[str, list[int]]) -> set[tuple[str, int]]:
+    """(id, sample) of the output's lines that need not be sampled again."""
+    rows = read_rows(output, prompts)
+    return {key for key, row in rows.items() if row["status"] not in FAILED}
+
+
 def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[dict]:
     """Merge the parts into `cfg.out`, whole or not at all; its lines (every rank)."""
     found = read_rows(cfg.out, prompts)
@@ -351,8 +357,7 @@ def respond(
         tokenizer = load_tokenizer(cfg.model)
         task, prompts = open_prompts(cfg, items, tokenizer)
         distributed.on_rank_0(begin, cfg)
-        rows = distributed.on_rank_0(read_rows, cfg.out, prompts)
-        done = {key for key, row in rows.items() if row["status"] not in FAILED}
+        done = distributed.on_rank_0(done_keys, cfg.out, prompts)
         samples = range(cfg.samples)
         left = [q for q in items if not all((item_id(q), i) in done for i in samples)]
         print0(

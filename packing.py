@@ -201,7 +201,7 @@ def share_prefixes(
                 widths.append(0)
                 start, prompt = append(b, 0, common, 0), None
             prompt = prompt or append(b, common, p, number)
-            response = append(b, p, lengths[b], len(groups) + 1 + b, prompt)
+            response = append(b, p, max(p, lengths[b]), len(groups) + 1 + b, prompt)
             sequences[b] = start, prompt, response
     width = -(-max(widths) // multiple) * multiple
     token, position = np.zeros((2, len(widths), width), dtype=np.int64)

@@ -316,7 +316,10 @@ class PaddedModel:
         """(B, D) float32 vectors of a batch of B texts, on the model's device."""
         device = next(self.model.parameters()).device
         texts = [torch.from_numpy(ids).long() for ids in tokens]
-        input_ids = pad_sequence(texts, True, self.pad).to(device)  # (B, L)
+        input_ids = pad_sequence(texts, True, self.pad)
+        if not input_ids.shape[1]:  # texts without a token are one of padding
+            input_ids = input_ids.new_full((len(texts), 1), self.pad)
+        input_ids = input_ids.to(device)  # (B, L)
         lengths = torch.tensor([len(ids) for ids in tokens], device=device)
         mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
         if encoder.pooling == "ance":

@@ -265,7 +265,10 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     if overwrite or not any(map(os.path.getsize, there)):
         return write_json(meta, now)
-    before = read_json(meta)
+    try:
+        before = read_json(meta)
+    except DataError as e:
+        raise DataError(f"{e}; overwrite=true begins anew") from e
     if before is None:
         raise DataError(
             f"there is output, but no {meta}: it is another tool's; choose another output"

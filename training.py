@@ -115,8 +115,8 @@ def guard(run: Run) -> None:
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
-            "the gradient was not finite in three steps in a row; begin anew in another out "
-            "folder, with a lower lr or a higher kl_coef"
+            f"step {recent[-1]['step']}: the gradient was not finite in three steps in a row; begin "
+            f"anew in another out folder, with a lower lr (now {run.cfg.lr:g})"
         )
     if not recent or "flat_groups" not in recent[-1]:  # fine-tuning samples nothing
         return
@@ -161,12 +161,12 @@ def resume(run: Run) -> dict:
         os.path.join(cfg.out, name) for name in ("final", run.kept, "metrics.jsonl", "rollouts")
     )
     distributed.on_rank_0(distributed.clear_temporaries, cfg.out)
-    exports = len({final, kept})
+    exports = 1 + (kept != final and run.validate_every > 0)
     needed = distributed.run_bytes(run.policy, cfg.keep_checkpoints, exports, dtype)
     distributed.on_rank_0(distributed.check_free_space, cfg.out, needed)
     found = distributed.latest_checkpoint(cfg.out)
     row = load_state(run, *found) if found else {"step": 0}
-    if not found and exports > 1 and os.path.isdir(final):
+    if not found and kept != final and os.path.isdir(final):
         raise config.ConfigError(
             f"{cfg.out} holds a finished run without a checkpoint; use another out folder"
         )

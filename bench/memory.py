@@ -197,7 +197,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=2)
     args = p.parse_args()
     dist = distributed.setup()
-    grpo.score, training.Clock = hashed_scores, PeakClock
+    grpo.score, grpo.Clock = hashed_scores, PeakClock
     sizes = {
         k: getattr(args, k)
         for k in ("shape", "prompts", "responses", "prompt_len", "new", "budget", "recompute")

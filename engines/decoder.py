@@ -62,6 +62,8 @@ class PlainDecoder:
             )
             for layer in layers
         ]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # of the narrow weights, which no later one fits into
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         x = self.decoder.embed_tokens(tokens)

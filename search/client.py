@@ -40,7 +40,7 @@ class RemoteIds:
         unknown = sorted(ids - self._known.keys())
         for start in range(0, len(unknown), 10_000):
             part = unknown[start : start + 10_000]
-            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", bool))
+            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", _read_flag))
         return {id_ for id_ in ids if self._known[id_]}
 
 
@@ -181,10 +181,18 @@ class RemoteRetriever:
 
 def _read_hits(hits: Any, k: int) -> Hits:
     number = (int, float)
-    good = all(isinstance(i, str) and type(s) in number and math.isfinite(s) for i, s in hits)
+    good = isinstance(hits, list) and all(
+        isinstance(i, str) and type(s) in number and math.isfinite(s) for i, s in hits
+    )
     if not good or len(hits) > k:
         raise ValueError(f"{str(hits)[:80]} is no list of at most {k} hits [id, score]")
     return [(id_, float(score)) for id_, score in hits]
+
+
+def _read_flag(flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        raise ValueError(f"{str(flag)[:80]} is neither true nor false")
+    return flag
 
 
 def _read_rank(rank: Any, cutoff: int) -> int | float | None:

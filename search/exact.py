@@ -143,8 +143,8 @@ def exact_search(
     found = [as_hits(least[:, :0], order.new_zeros(n, 0, dtype=torch.long))]
     for first, scores in _products(queries, shards):
         failed |= scores.amax(1).isnan()
-        if first == 0 and scores.shape[1] >= k:
-            least = scores.topk(k, dim=1).values[:, -1:]
+        if scores.shape[1] >= k and (first == 0 or scores.is_cuda):  # a GPU's blocks are large
+            least = torch.maximum(least, scores.topk(k, dim=1).values[:, -1:])
         query, column = (scores >= least).nonzero(as_tuple=True)
         found.append((query, scores[query, column], column + first))
         if sum(len(hits[0]) for hits in found) > 4 * n * k:

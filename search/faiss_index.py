@@ -52,7 +52,7 @@ def _size(folder: Path) -> int:
 
 def _sample(shards: Sequence[np.ndarray], number: int) -> np.ndarray:
     """(about `number`, D) float32: vectors spread evenly over the shards."""
-    step = max(sum(map(len, shards)) // number, 1)
+    step = max(-(-sum(map(len, shards)) // number), 1)
     return np.concatenate([shard[::step] for shard in shards]).astype(np.float32)
 
 

@@ -246,6 +246,13 @@ def test_packed_texts_have_the_vectors_of_padded_ones(tmp_path, kind, monkeypatc
     assert [i for r in runs for i in range(r.start, r.stop)] == list(range(43))
 
 
+def test_a_text_without_a_token_has_a_vector(tmp_path):
+    tiny_encoder(tmp_path)
+    model, _, encoder = load_encoder(str(tmp_path), device="cpu", pooling="mean")
+    none = [np.array([], dtype=np.int32)]
+    assert torch.isfinite(R.encode_tokens(model, none, encoder, 0)).all()
+
+
 @pytest.mark.gpu
 def test_encoding_on_a_gpu_is_near_float32_on_a_cpu(tmp_path):
     for make in (tiny_ance, tiny_encoder):

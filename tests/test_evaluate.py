@@ -339,6 +339,15 @@ def test_the_wrong_index_is_an_error(searched):
         )
 
 
+def test_one_file_is_one_system(files, monkeypatch):
+    folder = files[0]
+    monkeypatch.chdir(folder)
+    os.rename("raw.trec", "raw")
+    words = ["run=raw", "baseline=raw", "qrels=qrels", "samples=10"]
+    with pytest.raises(ConfigError, match="raw is named once more"):
+        evaluate.score(load_config(EvaluateConfig, words))
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from prompts import response_text
 from retriever import RetrieverConfig, open_retriever
+from search import client
 from search.client import RemoteRetriever, RetrieverAway
 from search.passages import FAILED, RetrieverError
 
@@ -201,6 +203,18 @@ def test_an_answer_of_another_shape_is_refused_at_once(fault):
                 attempt()
             assert not isinstance(e.value, RetrieverAway)
         assert remote.counts == {"retries": 0, "failed": 0} and len(faulty.asked) == 2
+
+
+@pytest.mark.parametrize("hits", [{}, "", None, [["p1", 1.0], ["p2", 0.5]], [["p1", math.nan]]])
+def test_hits_of_another_shape_are_no_hits(hits):
+    with pytest.raises((ValueError, TypeError)):
+        client._read_hits(hits, 1)
+
+
+@pytest.mark.parametrize("flag", ["false", None, 1])
+def test_a_flag_is_true_or_false(flag):
+    with pytest.raises(ValueError, match="neither true nor false"):
+        client._read_flag(flag)
 
 
 def test_an_html_page_gives_url_and_status():

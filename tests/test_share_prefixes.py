@@ -101,3 +101,16 @@ def test_one_group_one_sequence_and_a_prompt_that_is_the_whole_beginning():
                 groups=(batch.prompt_lengths, batch.group_ids),
             )
         assert (a - b).abs().max() < 2e-5
+
+
+def test_a_sequence_without_a_response_leaves_the_others_alone():
+    model = prepare_causal_lm(tiny.tiny_lm())
+    rows = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11], [5, 6, 20, 21, 30, 31]]
+    tokens = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (7 - len(row)) for row in rows])
+    groups = (torch.tensor([4, 4, 4]), torch.tensor([0, 0, 1]))
+    with torch.no_grad():
+        a = token_logprobs(model, tokens, mask)
+        b = token_logprobs(model, tokens, mask, groups=groups)
+    real = mask[:, 1:].bool()
+    assert (a - b)[real].abs().max() < 2e-5
