@@ -115,8 +115,8 @@ def guard(run: Run) -> None:
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
-            f"step {recent[-1]['step']}: the gradient was not finite in three steps in a row; begin "
-            f"anew in another out folder, with a lower lr (now {run.cfg.lr:g})"
+            f"step {recent[-1]['step']}: the gradient was not finite in three steps in a row; "
+            f"begin anew in another out folder, with a lower lr (now {run.cfg.lr:g})"
         )
     if not recent or "flat_groups" not in recent[-1]:  # fine-tuning samples nothing
         return
