@@ -269,10 +269,11 @@ def from_verl(row: Row, index: int) -> dict:
         turn = int(key[2]) if key else 0
         pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, turn))
         history = found and re.fullmatch(rf"{pairs}\s*", found[1], re.DOTALL)
-        if not turn or not history:
+        # the last answer would swallow the turns that follow
+        if not turn or not history or re.search(rf"^Q{turn}: ", found[1], re.M):
             raise row.error(
                 f"query_id {query_id!r} must end in _TURN, and the prompt have the Q1: …, A1: … of "
-                f"all {max(0, turn - 1)} turns before it between two Context lines"
+                f"all {max(0, turn - 1)} turns before it, and no more, between two Context lines"
             )
         said, question = history.groups(), info.text("question")
         context = list(zip(said[::2], said[1::2]))

@@ -263,15 +263,15 @@ def render_around(
         chat.append(m)
     text = render_chat(tokenizer, chat, tools, answer_next)
     pieces = re.split("|".join(marks), text) if marks else [text]
-    if len(pieces) <= len(marks):
+    if len(pieces) != len(marks) + 1:
         raise _left_out(tokenizer, "assistant")
     return pieces
 
 
 def _left_out(tokenizer, role: str) -> DataError:
     return DataError(
-        f"the chat template of {tokenizer.name_or_path} leaves out the message of role {role}; use "
-        "another model"
+        f"the chat template of {tokenizer.name_or_path} leaves out the message of role {role}, or "
+        "repeats it; use another model"
     )
 
 

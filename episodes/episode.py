@@ -49,6 +49,8 @@ def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
         )
     elif task != "agent" and cfg.mcp:
         problem = "episode.mcp is for task=agent; leave it empty"
+    elif task != "agent" and cfg.bare_calls:
+        problem = "episode.bare_calls is for task=agent; leave it out"
     elif task == "agent" and cfg.template == "base":
         problem = "episode.template=base is for task=search; agent needs a chat template"
     elif cfg.mcp and cfg.gold_reward != "none":
@@ -210,9 +212,9 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
     stopped = sampled.end == "stop"
     said = "".join(r.text for r in episode.rounds) if task.one_message else turn.text
     calls, block = task.read(said, turn.text, stopped), answer_block(said)
-    if calls or (stopped and block is None):
-        _limit_calls(episode, calls, task)
-        turn.calls, episode.end = calls, "rounds" if final else ""
+    if calls or calls is None or (stopped and block is None):
+        turn.calls, episode.end = calls or [], "rounds" if final else ""
+        _limit_calls(episode, turn.calls, task)
         return
     if stopped and task.cfg.stop_at_answer:  # a forced EOS: the model did not write it
         episode.append([task.eos_id], [0.0], mask=0)

@@ -6,6 +6,7 @@ format of tool calls for `agent`.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -94,9 +95,11 @@ class Task:
         last_id: the turn's last token. Tags and special tokens inside texts are broken by a space.
         A result has `result_tokens` at most, and its part of the room that earlier ones left.
         """
-        for i, call in enumerate(calls):
-            texts = [call.note] if call.note else [text for _, text in call.documents]
-            texts = [prompts.defuse(text, self.unsafe) for text in texts or [NOTHING_FOUND]]
+        shown = [[c.note] if c.note else [text for _, text in c.documents] for c in calls]
+        pairs = [(call, texts or [NOTHING_FOUND]) for call, texts in zip(calls, shown)]
+        pairs.sort(key=lambda pair: sum(map(len, pair[1])))  # what short ones leave, long ones use
+        for i, (call, texts) in enumerate(pairs):
+            texts = [prompts.defuse(text, self.unsafe) for text in texts]
             limit = min(self.cfg.result_tokens, room // (len(calls) - i))
             call.shown, used = fit(self.tokenizer, texts, lambda t: self.wrap([t], last_id), limit)
             room -= used
@@ -175,21 +178,26 @@ class AgentTask(Task):
         spelled = prompts.spell_tools(messages, schemas, self.cfg.bare_calls)
         return prompts.encode_chat(self.tokenizer, spelled)
 
-    def read(self, said: str, turn: str, stopped: bool) -> list[Call]:
-        """The calls of a turn; none where it was stopped inside the thinking or a call."""
+    def read(self, said: str, turn: str, stopped: bool) -> list[Call] | None:
+        """The calls of a turn; None where it was stopped inside the thinking or a call."""
         thinks = turn.rfind("<think>") > turn.rfind("</think>")
         if stopped and (thinks or self.ends_in_call(prompts.outside_thoughts(turn))):
-            return []
+            return None
         return parse_tool_calls(turn, self.tools.schemas, self.cfg.bare_calls)
 
     def ends_in_call(self, text: str) -> bool:
-        """Was a text stopped inside a call: of a bare one in a string, or at a nested object?"""
+        """Was a text stopped inside a call? A bare one: more text could complete its JSON."""
         if not self.cfg.bare_calls:
             return text.rfind("<tool_call>") > text.rfind("</tool_call>")
-        call = re.search(r'\{\s*".*', text, re.DOTALL)
-        rest = re.sub(r'"(?:\\.|[^"\\])*"', "", call[0], flags=re.DOTALL) if call else ""
-        nested = rest.rfind("}}") > rest.rfind("</answer>") and rest.count("{") > rest.count("}")
-        return nested or '"' in rest
+        call = re.search(r'\{\s*"', text)
+        try:
+            if call:
+                json.JSONDecoder().raw_decode(text, call.start())
+        except RecursionError:
+            return False
+        except json.JSONDecodeError as e:
+            return e.msg.startswith("Unterminated string") or e.pos >= len(text.rstrip())
+        return False
 
     def answer(self, block: str) -> str | None:
         return block

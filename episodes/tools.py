@@ -274,6 +274,7 @@ class MCPTools:
             raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
         self.client: Any = None  # of the open connection
+        self.sound = False
         self.connection, self.thread = ExitStack(), ExitStack()
         self.portal = self.thread.enter_context(start_blocking_portal(name="mcp"))
         try:
@@ -311,6 +312,7 @@ class MCPTools:
             except SchemaError as e:
                 problem = f"the parameters of tool {tool.name!r} are no JSON Schema: {e.message}"
                 raise ValueError(problem) from e
+        self.sound = True  # no call has failed on this connection
         return [_schema(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
     def _close(self) -> None:
@@ -321,10 +323,11 @@ class MCPTools:
     def _connect(self) -> None:
         """See that there is a connection that works, or raise why there is none."""
         wait, end = 0.5, time.monotonic() + (self.timeout if self.client else 0)
-        if self.client:
+        if self.client and not self.sound:
             try:
                 ask = partial(self.client.list_tools, cache_mode="bypass")
                 self.portal.start_task_soon(ask).result(5)
+                self.sound = True
             except Exception:
                 self._close()
         while not self.client:
@@ -373,6 +376,7 @@ class MCPTools:
                 future.cancel()
                 call.failure = f"{call.name}: {_reason(e, self.timeout)}"
                 answered = isinstance(e, MCPError) and e.code != CONNECTION_CLOSED
+                self.sound &= answered
                 if not answered and not isinstance(e, TIMEOUTS):
                     lost.append(call)
         return lost

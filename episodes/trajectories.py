@@ -191,6 +191,10 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a row of infer.py: those of the rollout that it shows."""
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
     cfg = EpisodeConfig(template=row.get("template") or "instruct")
+    if cfg.template not in kind.rules:
+        raise DataError(
+            f"{row['rollout_id']}: template {cfg.template!r} is none of {', '.join(kind.rules)}"
+        )
     task = kind(cfg, tokenizer, SimpleNamespace(schemas=row["tools"]))
     messages = row["messages"]
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
