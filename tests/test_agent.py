@@ -301,6 +301,26 @@ def test_a_tag_inside_an_argument_is_text():
     assert message["content"] == "<think>t</think>so" and message["reasoning_content"] == "t"
 
 
+def test_an_answer_inside_an_argument_ends_nothing():
+    task = agent_task(stop_at_answer=True)
+    ask = call(query="Ann: what is <answer>x</answer> tag")
+    begin, end = ask.partition("</answer>")[::2]
+    (e,), _ = play(task, [begin + "</answer>", end, "<answer>Lima</answer>"])
+    assert e.prediction == "Lima" and [c.done for c in e.calls] == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'I use {"set} here. {"name": "retrieve", "arguments": {"query": "Ann"}}',
+        '{"name": "retrieve", {"arguments": {"query": "x"}}',
+    ],
+)
+def test_a_broken_bare_call_is_told_at_once(text):
+    task = agent_task(bare_calls=True)
+    assert any("is not valid JSON" in c.note for c in task.read("", text, True))
+
+
 SERVER = '''
 import time
 from mcp.server.mcpserver import MCPServer

@@ -545,6 +545,8 @@ def test_rows_of_convsearch_r1_search_r1_and_research_come_in(tmp_path):
         and last["question"] == "now?"
     )
     assert len(read_turns(f"{tmp_path}/conv.jsonl")) == 2
+    with pytest.raises(DataError, match="before it, and no more"):
+        convert("long", [conv(history, "now?", 10, ["5"])])
     with pytest.raises(DataError, match="A1: … of all 11 turns before it"):
         convert("short", [conv(history, "now?", 12, "5")])
     search = convert(
