@@ -5,7 +5,8 @@ floor.
     python bench/sampling.py --shape 0.5b --engines torch --eager --top-p 0.9
     python bench/sampling.py --shape 3b --rounds 4 --new 150 --shown 600   # and with --anew
 
-No response ends early: no id ends one. The first call of an engine makes its graphs and is
+No response ends early, as no id ends one; with --mean every id has one chance in `mean` to be one
+that does, so that lengths are spread up to --new. The first call of an engine makes its graphs and is
 reported apart; the median of the others counts. The engines are compared with each other on what
 they sampled: a pass of the model over it in the engine's dtype gives the mean and the largest
 difference of log-probabilities.
@@ -135,6 +136,7 @@ def main() -> None:
     p.add_argument("--n", type=int, default=8, help="responses a prompt")
     p.add_argument("--prompt-len", type=int, default=512, help="tokens")
     p.add_argument("--new", type=int, default=256, help="tokens of a response")
+    p.add_argument("--mean", type=int, default=0, help="tokens of a response where lengths differ")
     p.add_argument("--rounds", type=int, default=1, help="of conversations; no floor is known")
     p.add_argument("--shown", type=int, default=600, help="tokens between two rounds")
     p.add_argument("--anew", action="store_true", help="torch: hold no conversations")
@@ -150,13 +152,14 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
     results: dict[str, dict] = {}
+    ends = list(range(shapes.WORDS + 1, model.config.vocab_size, args.mean)) if args.mean else []
     longest = args.prompt_len + args.rounds * (args.new + args.shown) - args.shown
     kinds = args.engines.split(",")
     variants = {"torch": {}}
     if args.eager:
         variants["torch_eager"] = {"graphs": False}
     floor = floor_seconds(args)
-    given = "shape prompts n prompt_len new batch temperature top_p rounds shown anew".split()
+    given = "shape prompts n prompt_len new mean batch temperature top_p rounds shown anew".split()
     head = {k: getattr(args, k) for k in given}
     head |= {
         "parameters": shapes.parameters(args.shape),
@@ -173,7 +176,7 @@ def main() -> None:
     for name, options in variants.items() if "torch" in kinds else ():
         started = time.perf_counter()
         own = prepare_causal_lm(shapes.random_lm(args.shape, dtype, device))
-        engine = TorchEngine(own, [], shapes.WORDS, None, args.batch, longest, **options)
+        engine = TorchEngine(own, ends, shapes.WORDS, None, args.batch, longest, **options)
         note(
             name,
             {
@@ -194,7 +197,7 @@ def main() -> None:
                 EngineConfig("vllm", args.batch, args.gpu_memory),
                 shapes.write_config_folder(args.shape, folder),
                 None,
-                [],
+                ends,
                 shapes.WORDS,
                 device,
                 longest,
