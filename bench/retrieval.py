@@ -231,12 +231,12 @@ class SyntheticRetriever(VectorRetriever):
 
 def synthetic_retriever(passages: int, dim: int, where: distributed.Dist) -> SyntheticRetriever:
     """`passages` random vectors (D,), the same for any number of processes; a process makes its own share."""
-    sizes = [min(65536, passages - first) for first in range(0, passages, 65536)]
+    rows = min(65536, -(-passages // 64))
+    sizes = [min(rows, passages - first) for first in range(0, passages, rows)]
     shards = [np.broadcast_to(np.float16(0), (size, dim)) for size in sizes]  # no memory
     generator = torch.Generator(where.device)
-    for n in range(
-        len(sizes) * where.rank // where.world, len(sizes) * (where.rank + 1) // where.world
-    ):
+    first, last = (len(sizes) * r // where.world for r in (where.rank, where.rank + 1))
+    for n in range(first, last):
         shape, how = (sizes[n], dim), dict(generator=generator.manual_seed(n), device=where.device)
         shards[n] = torch.randn(shape, dtype=torch.float32, **how).half().cpu().numpy()
     retriever = SyntheticRetriever(Index(Numbers(passages), shards), where.device, where.world > 1)

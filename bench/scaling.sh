@@ -63,4 +63,5 @@ encode "$cards"
 for n in $between; do sync "$n"; step torch "$n"; done
 if [ "$cards" -ge 4 ] || [ "$shape" = tiny ]; then large gathered "$cards"; fi
 encode 1; paper 1
+if [ "$cards" -gt 4 ]; then large gathered 4; fi
 if [ -z "$missing" ]; then echo "everything is measured for $cards cards"; else echo "not measured yet:$missing"; exit 3; fi

@@ -21,34 +21,41 @@ EARLIER = {
     "sync": ["sync_3b_vllm", "sync_3b_two"],
     "large": ["memory_7b_two"],
 }
-PARTS = {  # kind of measurement → what bench/scaling.sh runs, by the names of its files
-    "update": [f"update_{n}" for n in COUNTS],
-    "step": [f"step_{engine}_{n}" for engine in ("vllm", "torch") for n in COUNTS],
-    "across": [f"across_{n}" for n in COUNTS],
-    "sync": [f"sync_{n}" for n in COUNTS],
-    "large": ["large_lean_4", "large_lean_8", "large_gathered_4", "large_gathered_8"],
-    "encode": ["encode_1", "encode_8"],
-    "paper": ["paper_1", "paper_8"],
+PARTS = {  # what bench/scaling.sh runs: NAME_CARDS.json
+    "update": COUNTS,
+    "step_vllm": COUNTS,
+    "step_torch": COUNTS,
+    "paper": (1, 8),
+    "sync": COUNTS,
+    "across": COUNTS,
+    "large_lean": (4, 8),
+    "large_gathered": (4, 8),
+    "encode": (1, 8),
 }
+NVLINK = 450e9  # bytes a second into a card and as many out of it, data sheet of the H100 and H200
+FLOPS = 989e12  # dense bf16, the same
 PHASES = ("sample", "reward", "reference", "update", "sync")
 
 
 def load(folder: Path) -> dict[str, dict[str, dict]]:
-    """Kind → name → what was measured; with the folder they lie in, `bench/results` where that is another."""
-    found: dict[str, dict[str, dict]] = {kind: {} for kind in PARTS}
+    """Kind → name → what was measured."""
+    found: dict[str, dict[str, dict]] = {kind: {} for kind in SHOW}
     for path in sorted(folder.glob("*.json")):
         if (kind := path.stem.split("_")[0]) in found:
             found[kind][path.stem] = json.loads(path.read_text())
     for kind, names in EARLIER.items():
         if not found[kind]:
-            found[kind] = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
+            found[kind] = {
+                name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names
+            }
     return found
 
 
 def table(head: list[str], rows: list[list]) -> str:
     """A Markdown table; None is an empty cell."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join("" if c is None else str(c) for c in line) + " |" for line in lines)
+    cells = [["" if c is None else str(c) for c in row] for row in (head, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def efficiency(base: float | None, seconds: float, cards: int, weak: bool = False) -> str | None:
@@ -57,7 +64,10 @@ def efficiency(base: float | None, seconds: float, cards: int, weak: bool = Fals
 
 def updates(files: dict[str, dict]) -> str:
     rows = [
-        (f["processes"], name, f, s) for name, f in files.items() for s in f["settings"] if "seconds" in s
+        (f["processes"], name, f, s)
+        for name, f in files.items()
+        for s in f["settings"]
+        if "seconds" in s
     ]
     rows.sort(key=lambda row: row[0])
     one = next((s for n, _, _, s in rows if n == 1), None)
@@ -97,7 +107,9 @@ def steps(files: dict[str, dict]) -> str:
     for name, f in files.items():
         for key, s in f["ours"].items():
             entry = dict(
-                engine=key.split(",")[0], prompts=s.get("prompts", f["prompts"]), cards=f["processes"]
+                engine=key.split(",")[0],
+                prompts=s.get("prompts", f["prompts"]),
+                cards=f["processes"],
             )
             found.append(entry | {"file": name, "s": s, "sizes": f})
     sizes = found[0]["sizes"]
@@ -247,13 +259,52 @@ SHOW = {
 }
 
 
+def bounds() -> str:
+    """What the strong update of bench/scaling.sh computes and moves on so many cards: arithmetic, nothing measured but one MFU."""
+    f = json.loads((RESULTS / "update_3b_one.json").read_text())
+    p, groups, mfu = f["parameters"], 64, f["settings"][0]["mfu"]
+    tokens = groups * (f["prompt_tokens"] + f["responses"] * (f["response_tokens"] - 1))
+    lines = []
+    for n in COUNTS:
+        computing = 6 * p * tokens / n / FLOPS / mfu
+        weights, gradients = (size * p * (n - 1) / n / NVLINK for size in (2, 4))
+        lines.append(
+            [
+                n,
+                f"{computing:.2f} s",
+                f"{1e3 * weights:.0f} ms",
+                f"{1e3 * gradients:.0f} ms",
+                f"{computing / (computing + weights + gradients):.3f}",
+                f"{1e3 * weights:.0f} ms",
+            ]
+        )
+    head = (
+        f"Arithmetic, 3b, an update of {groups} groups of {f['responses']}, {f['prompt_tokens']} + {f['response_tokens']} tokens, "
+        f"computing at one card's {100 * mfu:.1f} % of {FLOPS / 1e12:.0f} TFLOP/s, {NVLINK / 1e9:.0f} GB/s into a card:"
+    )
+    names = [
+        "cards",
+        "computing",
+        "weights in, bf16",
+        "gradients, float32",
+        "efficiency without any overlap",
+        "weight sync, bf16",
+    ]
+    return f"{head}\n\n{table(names, lines)}"
+
+
 def page(folder: Path) -> str:
     """All tables, and the parts that have no file in the folder."""
     found = load(folder)
     shown = [SHOW[kind](found[kind]) for kind in SHOW if found[kind]]
-    missing = [name for kind, names in PARTS.items() for name in names if name not in found[kind]]
+    shown.append(bounds())
+    done = {name for files in found.values() for name in files}
+    missing = []
+    for part, counts in PARTS.items():
+        if left := [str(n) for n in counts if f"{part}_{n}" not in done]:
+            missing.append(f"`{part}` on {', '.join(left)}")
     if missing:
-        shown.append("Not run: " + ", ".join(f"`{name}`" for name in missing) + ".")
+        shown.append("Not run, by number of cards: " + "; ".join(missing) + ".")
     return "\n\n".join(shown)
 
 
