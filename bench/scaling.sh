@@ -13,7 +13,7 @@ cards=${CARDS:-$("$py" -c 'import torch; print(torch.cuda.device_count())')}
 engines="torch $("$py" -c 'import importlib.util as u, torch; print("vllm" if torch.cuda.is_available() and u.find_spec("vllm") else "")')"
 if [ "$shape" = tiny ]; then
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  step="--prompt-len 24 --new 8 --steps 1" update="--prompt 24 --response 16 --cap 32 --groups 16 --responses 4 --updates 1"
+  step="--prompt-len 24 --new 8 --steps 1" update="--prompt 24 --response 16 --cap 32 --groups 16 --responses 4 --lengths spread --updates 1"
   paper="--prompts 16 --responses 4 --prompt-len 24 --new 8 --steps 1 --index 3000" memory="--prompt-len 24 --new 8"
   index="small=true" encode="small=true batch_tokens=2048 workers=0"
 else
@@ -35,7 +35,10 @@ part() {  # NAME SECONDS CARDS SCRIPT …: one measurement; @OUT stands for the 
   if [ $status -eq 0 ] && [ -e "$name.part" ]; then mv "$name.part" "$name.json"; rm "$name.log"
   else echo "  status $status: $name.failed"; mv "$name.log" "$name.failed"; missing+=" $name (failed)"; fi
 }
-update() { part "update_$1" 200 "$1" update.py --shape "$shape" $update --against "$([ -e update_1.json ] && echo update_1.json)" --out "update_$1.part"; }
+update() {  # CARDS
+  local against=""; [ ! -e update_1.json ] || against="--against update_1.json"
+  part "update_$1" 200 "$1" update.py --shape "$shape" $update $against --out "update_$1.part"
+}
 step() {  # ENGINE CARDS: weak and strong, which on four cards are one
   [[ " $engines " == *" $1 "* ]] || return 0
   [ "$1" = vllm ] || export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True

@@ -177,6 +177,7 @@ def summary(args, prompts: int, rows: list[dict], walls: list[float], world: int
         "engine_gap": rows[-1]["engine_gap"],
         "engine_gap_max": rows[-1]["engine_gap_max"],
         "loss": [row["loss"] for row in rows],
+        "grad_norm": [row["grad_norm"] for row in rows],
         "response_tokens": rows[-1]["response_tokens"],
     }
     if torch.cuda.is_available():
