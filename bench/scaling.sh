@@ -45,10 +45,10 @@ step() {  # ENGINE CARDS: weak and strong, which on four cards are one
   part "step_$1_$2" 230 "$2" step.py --shape "$shape" --engine "$1" $step --prompts $( (echo $((16 * $2)); echo 64) | sort -nu) --out "step_$1_$2.part"
   unset PYTORCH_CUDA_ALLOC_CONF
 }
-paper() { [[ "$engines" == *vllm* ]] && local kind=vllm || local kind=torch; part "paper_$1" 280 "$1" step.py --shape "$shape" --engine $kind $paper --out "paper_$1.part"; }
+paper() { [[ "$engines" == *vllm* ]] && local kind=vllm || local kind=torch; part "paper_$1" $(($1 == 1 ? 420 : 280)) "$1" step.py --shape "$shape" --engine $kind $paper --out "paper_$1.part"; }
 across() { part "across_$1" 120 "$1" retrieval.py mode=across $index out="across_$1.part"; }
 sync() { [[ "$engines" != *vllm* ]] || part "sync_$1" 150 "$1" sync.py --shape "$shape" --engine vllm --gpu-memory 0.25 --out "sync_$1.part"; }
-large() { part "large_$1_$2" 240 "$2" memory.py --shape "$big" $memory --settings "$1" --out "large_$1_$2.part"; }
+large() { part "large_$1_$2" 330 "$2" memory.py --shape "$big" $memory --settings "$1" --out "large_$1_$2.part"; }
 encode() { part "encode_$1" 240 "$1" retrieval.py mode=encode $encode peer_passages=0 out="encode_$1.part"; }
 
 between=""; for n in 4 2; do [ $n -lt "$cards" ] && between+=" $n"; done
