@@ -39,10 +39,10 @@ update() {  # CARDS
   local against=""; [ ! -e update_1.json ] || against="--against update_1.json"
   part "update_$1" 200 "$1" update.py --shape "$shape" $update $against --out "update_$1.part"
 }
-step() {  # ENGINE CARDS: weak and strong, which on four cards are one
+step() {  # ENGINE CARDS: strong, from the same weights for any number of cards, then weak, which on four cards is the same
   [[ " $engines " == *" $1 "* ]] || return 0
   [ "$1" = vllm ] || export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-  part "step_$1_$2" 230 "$2" step.py --shape "$shape" --engine "$1" $step --prompts $( (echo $((16 * $2)); echo 64) | sort -nu) --out "step_$1_$2.part"
+  part "step_$1_$2" 230 "$2" step.py --shape "$shape" --engine "$1" $step --prompts 64 $([ "$2" = 4 ] || echo $((16 * $2))) --out "step_$1_$2.part"
   unset PYTORCH_CUDA_ALLOC_CONF
 }
 paper() { [[ "$engines" == *vllm* ]] && local kind=vllm || local kind=torch; part "paper_$1" $(($1 == 1 ? 420 : 280)) "$1" step.py --shape "$shape" --engine $kind $paper --out "paper_$1.part"; }

@@ -304,7 +304,7 @@ def page(folder: Path) -> str:
         if left := [str(n) for n in counts if f"{part}_{n}" not in done]:
             missing.append(f"`{part}` on {', '.join(left)}")
     if missing:
-        shown.append("Not run, by number of cards: " + "; ".join(missing) + ".")
+        shown.append("Of `bench/scaling.sh` not run, by number of cards: " + "; ".join(missing) + ".")
     return "\n\n".join(shown)
 
 
