@@ -19,6 +19,7 @@ and the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -43,10 +44,10 @@ import training
 from rollout import open_engine
 
 
-def hashed_scores(run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
+def hashed_scores(retriever, run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
     """A reward between 0 and 1 for each response that depends on nothing but its ids; an index is only asked."""
-    if run.retriever is not None:
-        run.retriever.gold_ranks(*run.retriever.questions(range(len(rollouts))))
+    if retriever is not None:
+        retriever.gold_ranks(*retriever.questions(range(len(rollouts))))
     texts = [decode_response(run.tokenizer, r.response_ids) for r in rollouts]
     figures = {"rewrite": "", "well_formed": False, "rank": None}
     return [
@@ -119,7 +120,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         reference=reference,
         optimizer=make_optimizer(policy, cfg.lr),
         engine=engine,
-        retriever=retrieval.synthetic_retriever(args.index, 768, where) if args.index else None,
+        retriever=None,
         task=None,
         golds={},
         items=turns,
@@ -215,7 +216,6 @@ def ours(args, kind: str) -> None:
     where = distributed.setup()
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
-    grpo.score = hashed_scores
     sizes = {
         k: getattr(args, k)
         for k in (
@@ -239,6 +239,8 @@ def ours(args, kind: str) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
+        index = retrieval.synthetic_retriever(args.index, 768, where) if args.index else None
+        grpo.score = functools.partial(hashed_scores, index)
         grpo.sync_engine(run)
         measured = {}
         for prompts in args.prompts:

@@ -10,7 +10,7 @@ from bench import nodes
 
 def test_a_rank_of_another_node_is_killed_and_the_run_goes_on(tmp_path):
     nodes.make_world(tmp_path)
-    found = nodes.killed(tmp_path, "two", processes=1, rank=1, node=False, wait=60)
+    found = nodes.killed(tmp_path, "two", processes=1, rank=1, node=False, wait=120)
     assert found["still_running"] == [] and found["statuses"] == [1, 1]
     assert "Signal 9 (SIGKILL) received" in found["torchrun_says"]
     assert found["exit.json"]["status"] == 1
