@@ -44,7 +44,7 @@ def load(folder: Path) -> dict[str, dict[str, dict]]:
         if (kind := path.stem.split("_")[0]) in found:
             found[kind][path.stem] = json.loads(path.read_text())
     for kind, names in EARLIER.items():
-        if not found[kind]:
+        if not found[kind] or kind == "large":
             found[kind] = {
                 name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names
             }
@@ -204,22 +204,27 @@ def large(files: dict[str, dict]) -> str:
     lines = [
         [
             f["processes"],
+            f"{f['prompts']} × {f['responses']}",
             s["setting"],
             f"{s['step_seconds']:.1f} s",
-            *(s["peak_gb"][p] for p in ("sample", "reference", "update")),
-            s["arithmetic_gb"]["update, without activations"],
+            f"{s['resident_gb']:.1f}, {arithmetic['resident between steps']}",
+            *(f"{s['peak_gb'][p]:.1f}" for p in ("sample", "reference", "update")),
+            arithmetic["update, without activations"],
             f"`{name}`",
         ]
         for name, f in sorted(files.items(), key=lambda x: x[1]["processes"])
         for s in f["settings"]
+        for arithmetic in [s["arithmetic_gb"]]
     ]
     f = next(iter(files.values()))
-    head = f"Full fine-tuning with a reference, {f['shape']}, {f['prompts']} × {f['responses']}, PyTorch engine (settings: [memory.md](memory.md)):"
+    head = f"Full fine-tuning with a reference, {f['shape']}, PyTorch engine (settings: [memory.md](memory.md)):"
     names = [
         "cards",
+        "prompts",
         "setting",
         "step",
-        "GB a card: sampling",
+        "GB a card: between steps, arithmetic",
+        "sampling",
         "reference",
         "update",
         "arithmetic, without activations",
@@ -304,7 +309,9 @@ def page(folder: Path) -> str:
         if left := [str(n) for n in counts if f"{part}_{n}" not in done]:
             missing.append(f"`{part}` on {', '.join(left)}")
     if missing:
-        shown.append("Of `bench/scaling.sh` not run, by number of cards: " + "; ".join(missing) + ".")
+        shown.append(
+            "Of `bench/scaling.sh` not run, by number of cards: " + "; ".join(missing) + "."
+        )
     return "\n\n".join(shown)
 
 
