@@ -76,26 +76,32 @@ def step_seconds(size: dict[str, int], rate: dict[str, float], cards: int) -> di
     }
 
 
-def page() -> str:
-    """Both tables."""
+def row(title: str, card: str, cards: int, steps: int, phases: dict[str, float]) -> str:
+    """A row of the first table."""
+    step = sum(phases.values())
+    hours = step * steps / 3600
+    cells = [title, card, cards, *(f"{s:.2f} s" for s in phases.values()), f"{step:.1f} s"]
+    cells += [f"{steps:,}", f"{hours:.1f}", f"{hours * cards:.0f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def page(scaling: Path = ROOT / "bench/results/scaling") -> str:
+    """Both tables; TopiOCQA's step where bench/scaling.sh has measured it whole (`paper_N`) as well."""
     head = "run card cards sampling search reference update sync step steps hours GPU-hours".split()
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, title in RUNS.items():
         size = run_sizes(name)
+        title += f", {size['prompts']} × {size['group']}"
         for card in RATES:
             for cards in CARDS:
                 phases = step_seconds(size, rates(card), cards)
-                step = sum(phases.values())
-                hours = step * size["steps"] / 3600
-                cells = [f"{title}, {size['prompts']} × {size['group']}", card, cards]
-                cells += [f"{s:.2f} s" for s in phases.values()]
-                cells += [
-                    f"{step:.1f} s",
-                    f"{size['steps']:,}",
-                    f"{hours:.1f}",
-                    f"{hours * cards:.0f}",
-                ]
-                out.append("| " + " | ".join(map(str, cells)) + " |")
+                out.append(row(title, card, cards, size["steps"], phases))
+    for path in sorted(scaling.glob("paper_*.json")):
+        f = json.loads(path.read_text())
+        (s,) = f["ours"].values()
+        phases = {p: s["phases"][p] for p in ("sample", "reward", "reference", "update", "sync")}
+        steps = run_sizes("topiocqa")["steps"]
+        out.append(row(f"TopiOCQA, `{path.stem}`", f["card"], f["processes"], steps, phases))
     encode = read("encode")
     out += [
         "",

@@ -31,6 +31,14 @@ def test_a_step_of_the_papers_run_by_hand():
     assert one["sync"] == eight["sync"] and eight["update"] > one["update"] / 8
 
 
+def test_a_whole_step_that_was_measured_has_a_row(tmp_path):
+    phases = {"sample": 4.0, "reward": 1.0, "reference": 1.0, "update": 3.0, "sync": 1.0}
+    f = {"card": "X", "processes": 8, "ours": {"vllm": {"phases": phases}}}
+    (tmp_path / "paper_8.json").write_text(json.dumps(f))
+    row = next(line for line in cost.page(tmp_path).splitlines() if "`paper_8`" in line)
+    assert row.endswith("| 10.0 s | 2,130 | 5.9 | 47 |")  # 21,300 s on eight cards
+
+
 def step_file(cards: int, **seconds: float) -> dict:
     phases = dict.fromkeys(scaling_tables.PHASES, 0.1)
     ours = {
