@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-RATES = {"H100": "step_3b_vllm", "H200": "step_3b_vllm_h200"}  # card → its whole step, vLLM
+RATES = {"H100": ("step_3b_vllm", "vllm"), "H200": ("step_3b_h200", "torch")}  # file and engine
 RUNS = {"topiocqa": "TopiOCQA", "qrecc": "QReCC"}
 CARDS = (1, 8)
 
@@ -27,8 +27,9 @@ def read(name: str) -> dict:
 
 def rates(card: str) -> dict[str, float]:
     """Tokens a second of the phases of a measured step, and the seconds of its sync."""
-    f = read(RATES[card])
-    s = f["ours"]["vllm"]
+    name, engine = RATES[card]
+    f = read(name)
+    s = f["ours"][engine]
     unique = f["prompts"] * (f["prompt_len"] + f["responses"] * (f["new"] - 1))
     return {
         "sample": f["prompts"] * f["responses"] * f["new"] / s["phases"]["sample"],

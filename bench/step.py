@@ -19,7 +19,6 @@ and the update 6 N per unique token (each prompt once); AdamW moves 28 N bytes; 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -28,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import retrieval
@@ -38,22 +38,27 @@ import distributed
 import grpo
 from engines.base import EngineConfig
 import packing
+from lora import LoRAConfig, add_adapter
 from model import make_optimizer, prepare_causal_lm
 from prompts import decode_response
 import training
 from rollout import open_engine
 
 
-def hashed_scores(retriever, run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
-    """A reward between 0 and 1 for each response that depends on nothing but its ids; an index is only asked."""
-    if retriever is not None:
-        retriever.gold_ranks(*retriever.questions(range(len(rollouts))))
-    texts = [decode_response(run.tokenizer, r.response_ids) for r in rollouts]
+def hashed_scores(
+    index, flat: float, run: grpo.Run, rollouts: list, items: list
+) -> list[grpo.Score]:
+    """A reward between 0 and 1 for each response that depends on nothing but its ids; 0 in the
+    groups of the first `flat` of the prompts. An index, where there is one, is only asked."""
+    if index is not None:
+        index.gold_ranks(*index.questions(range(len(rollouts))))
     figures = {"rewrite": "", "well_formed": False, "rank": None}
-    return [
-        grpo.Score(text, zlib.crc32(str(r.response_ids).encode()) % 100 / 100, figures)
-        for text, r in zip(texts, rollouts)
-    ]
+    scores = []
+    for r in rollouts:
+        reward = zlib.crc32(str(r.response_ids).encode()) % 100 / 100
+        text = decode_response(run.tokenizer, r.response_ids)
+        scores.append(grpo.Score(text, reward * (r.group_id >= flat * len(items)), figures))
+    return scores
 
 
 def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
@@ -69,6 +74,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         max_prompt_tokens=args.prompt_len,
         max_response_tokens=args.new,
         kl_coef=0.0 if args.no_kl else 0.001,
+        lora=LoRAConfig(r=args.lora or None),
         micro_batch_tokens=args.budget,
         gradient_checkpointing=args.recompute,
         compile=compiled,
@@ -95,10 +101,12 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         dtype,
         weights=False,
     )
-    policy = shapes.random_lm(args.shape, torch.float32, where.device)
+    policy = shapes.random_lm(args.shape, dtype if args.lora else torch.float32, where.device)
     policy = prepare_causal_lm(policy, "", args.recompute, compiled)
-    reference = None
-    if cfg.kl_coef:
+    reference = policy if cfg.kl_coef else None
+    if args.lora:
+        add_adapter(policy, cfg.lora, keep_start=cfg.kl_coef > 0)
+    elif cfg.kl_coef:
         reference = (
             shapes.random_lm(args.shape, torch.float32, where.device)
             .to(dtype)
@@ -228,6 +236,8 @@ def ours(args, kind: str) -> None:
             "activations",
             "tensor_parallel",
             "card_gib",
+            "lora",
+            "flat",
         )
     }
     sizes |= {
@@ -240,7 +250,7 @@ def ours(args, kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
         index = retrieval.synthetic_retriever(args.index, 768, where) if args.index else None
-        grpo.score = functools.partial(hashed_scores, index)
+        grpo.score = partial(hashed_scores, index, args.flat)
         grpo.sync_engine(run)
         measured = {}
         for prompts in args.prompts:
@@ -353,6 +363,8 @@ def main() -> None:
         help="processes that hold one copy of vLLM's weights",
     )
     p.add_argument("--no-kl", action="store_true", help="without reference")
+    p.add_argument("--lora", type=int, default=0, help="rank of an adapter on all linear layers")
+    p.add_argument("--flat", type=float, default=0.0, help="share of groups with equal rewards")
     p.add_argument("--eager", action="store_true", help="without torch.compile in the update")
     p.add_argument(
         "--peer",

@@ -22,11 +22,11 @@ def test_the_page_on_cost_has_the_tables_of_the_committed_results():
 
 
 def test_a_step_of_the_papers_run_by_hand():
-    """128 × 16 responses of 386 tokens at 22,857 tokens a second are 34.6 s, on eight cards an eighth."""
+    """128 × 16 responses of 386 tokens at 28,947 a second (128 × 256 in 1.132 s) are 27.3 s, on eight cards an eighth."""
     size = cost.run_sizes("topiocqa")
     assert size["steps"] == 2130 and size["sampled"] == 128 * 16 * 386
     one, eight = (cost.step_seconds(size, cost.rates("H200"), n) for n in (1, 8))
-    assert one["sample"] == pytest.approx(34.6, abs=0.1)
+    assert one["sample"] == pytest.approx(27.3, abs=0.1)
     assert eight["sample"] == pytest.approx(one["sample"] / 8)
     assert one["sync"] == eight["sync"] and eight["update"] > one["update"] / 8
 
