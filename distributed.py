@@ -137,7 +137,8 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
 def in_turn() -> Iterator[None]:
     """The processes of a host run the block one after the other (a collective): of a model that is
     loaded and sharded in it a host holds one whole copy at a time."""
-    turn, turns = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    turn = int(os.environ.get("LOCAL_RANK", 0))
+    turns = 1 + max(gather_objects(turn))  # a node may have more processes than another
     for _ in range(turn):
         c10d.barrier(group=_host)
     try:

@@ -95,15 +95,17 @@ def make_run(
     engine = open_engine(
         cfg.engine, folder, None, [], shapes.WORDS, dist.device, longest, 0, dtype, weights=False
     )
-    policy = host_model(args, dist, torch.float32)
-    policy = prepare_causal_lm(policy, "", cfg.gradient_checkpointing, compiled)
-    distributed.shard_model(policy, dist, cuda, cfg.gather_once)
+    with distributed.in_turn():
+        policy = host_model(args, dist, torch.float32)
+        policy = prepare_causal_lm(policy, "", cfg.gradient_checkpointing, compiled)
+        distributed.shard_model(policy, dist, cuda, cfg.gather_once)
     marks["policy sharded"], marks["sharding the policy, peak"] = allocated(), allocated(peak=True)
-    reference = host_model(args, dist, dtype).requires_grad_(False)
-    reference = prepare_causal_lm(reference, compiled=compiled)
-    distributed.shard_model(
-        reference, dist, gather_once=cfg.gather_once, cpu_offload=cfg.cpu_offload != "none"
-    )
+    with distributed.in_turn():
+        reference = host_model(args, dist, dtype).requires_grad_(False)
+        reference = prepare_causal_lm(reference, compiled=compiled)
+        distributed.shard_model(
+            reference, dist, gather_once=cfg.gather_once, cpu_offload=cfg.cpu_offload != "none"
+        )
     marks["with the reference"] = allocated()
     rng = random.Random(0)
     count = args.prompts * args.steps

@@ -3,6 +3,8 @@
     python bench/retrieval.py mode=gold-ranks out=bench/results/gold_ranks.json
     python bench/retrieval.py mode=tune
     python bench/retrieval.py mode=encode out=bench/results/encode.json
+    torchrun --nproc-per-node 8 bench/retrieval.py mode=across out=across_8.json      shared out over the processes
+    torchrun --nproc-per-node 8 bench/retrieval.py mode=encode passages=1000000 out=encode_8.json
     python bench/retrieval.py mode=search-gpu out=bench/results/search_gpu.json
     python bench/retrieval.py mode=search-cpu out=bench/results/search_cpu.json
     python bench/retrieval.py mode=faiss out=bench/results/faiss.json
@@ -14,6 +16,7 @@ on the card: 10 million of 768 numbers are 15.4 GB.  Times on a GPU are medians 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import platform
@@ -33,14 +36,17 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import distributed  # noqa: E402
 from config import ConfigError, run  # noqa: E402
 from runs import atomic_write  # noqa: E402
+from search.dense_index import Index, VectorRetriever  # noqa: E402
 from search.exact import exact_gold_ranks, exact_search  # noqa: E402
+from search.passages import PassageIds  # noqa: E402
 
 
 @dataclass
 class BenchConfig:
-    mode: Literal["gold-ranks", "tune", "encode", "search-gpu", "search-cpu", "faiss"]
+    mode: Literal["gold-ranks", "across", "tune", "encode", "search-gpu", "search-cpu", "faiss"]
     """what is measured"""
     passages: int = 0
     """passages; 0: 10,000,000 on a GPU, 1,000,000 on a CPU, 98,304 to encode"""
@@ -198,6 +204,78 @@ def gold_ranks(cfg: BenchConfig) -> dict:
     return result
 
 
+class Numbers(PassageIds):
+    """Ids that are the passages' numbers: millions of them need no memory."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def _find(self, id_: object) -> int | None:
+        return int(id_) if int(id_) < self.count else None
+
+
+class SyntheticRetriever(VectorRetriever):
+    """An index of random vectors; a query is a number, which stands for one of 4,096 random vectors."""
+
+    def questions(self, numbers: range) -> tuple[list[str], list[list[str]]]:
+        """Queries with those numbers, and a gold passage for each, spread over the index."""
+        golds = [[str(n * 1_000_003 % len(self.passage_ids))] for n in numbers]
+        return [str(n) for n in numbers], golds
+
+    def encode_queries(self, queries: list[str]) -> tuple[torch.Tensor, list[bool]]:
+        return self.vectors[[int(q) % len(self.vectors) for q in queries]], [False] * len(queries)
+
+
+def synthetic_retriever(passages: int, dim: int, where: distributed.Dist) -> SyntheticRetriever:
+    """`passages` random vectors (D,), the same for any number of processes; a process makes its own share."""
+    rows = min(65536, -(-passages // 64))
+    sizes = [min(rows, passages - first) for first in range(0, passages, rows)]
+    shards = [np.broadcast_to(np.float16(0), (size, dim)) for size in sizes]  # no memory
+    generator = torch.Generator(where.device)
+    first, last = (len(sizes) * r // where.world for r in (where.rank, where.rank + 1))
+    for n in range(first, last):
+        shape, how = (sizes[n], dim), dict(generator=generator.manual_seed(n), device=where.device)
+        shards[n] = torch.randn(shape, dtype=torch.float32, **how).half().cpu().numpy()
+    retriever = SyntheticRetriever(Index(Numbers(passages), shards), where.device, where.world > 1)
+    torch.manual_seed(0)
+    retriever.vectors = torch.randn(4096, dim).half().float()
+    return retriever
+
+
+def across(cfg: BenchConfig) -> dict:
+    """Gold ranks as a step asks for them, of an index that the processes share out: each brings its part of the queries.
+
+    Encoding the queries is not in it.  Ranks are exact, of all passages: their sum and digest are those of one process.
+    """
+    where = distributed.setup()
+    passages, dim, (n, *_) = pick(cfg, 25_700_592, 768, [2048])
+    retriever = synthetic_retriever(passages, dim, where)
+    own = range(n * where.rank // where.world, n * (where.rank + 1) // where.world)
+    ranks, seconds = [], []
+    for _ in range(8):
+        distributed.all_reduce_sum([0.0])  # all begin together
+        began = time.perf_counter()
+        ranks = retriever.gold_ranks(*retriever.questions(own), cutoff=passages)
+        seconds.append(max(distributed.gather_objects(time.perf_counter() - began)))
+    ranks = sum(distributed.gather_objects(ranks), [])
+    result = {
+        "passages": passages,
+        "dim": dim,
+        "queries": n,
+        "processes": where.world,
+        "ms": round(statistics.median(seconds[1:]) * 1e3, 1),
+        "ms_all": [round(s * 1e3, 1) for s in seconds],
+        "in_memory_of_the_card": isinstance(retriever.shards[0], torch.Tensor),
+        "sum_of_ranks": sum(ranks),
+        "digest_of_ranks": hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16],
+    }
+    distributed.cleanup()
+    return result
+
+
 def tune(cfg: BenchConfig) -> dict:
     """The kernel's tiles at both numbers of queries; each is compared with a product before it is timed."""
     from search import gold_ranks as kernel
@@ -310,18 +388,24 @@ def encode(cfg: BenchConfig) -> dict:
     forkserver.ensure_running()  # imports what tokenising processes need, meanwhile
     import retriever as R
 
+    world = distributed.setup().world if "RANK" in os.environ else 1
     passages, _, _ = pick(cfg, 98_304, 0, [])
-    work = Path(tempfile.mkdtemp(prefix="encode_"))
-    try:
+    work = distributed.on_rank_0(lambda: Path(tempfile.mkdtemp(prefix="encode_")))
+    ids: list[np.ndarray] = []
+
+    def make() -> int:
         random_roberta(work / "encoder", cfg.small)
-        ids = write_texts(work / "corpus.jsonl", passages)
-        tokens = sum(map(len, ids))
+        ids[:] = write_texts(work / "corpus.jsonl", passages)
         with open(work / "corpus.jsonl") as f, open(work / "first.jsonl", "w") as g:
             g.writelines(islice(f, 2048))
+        return sum(map(len, ids))
+
+    try:
+        tokens = distributed.on_rank_0(make)
         model, tokenizer, encoder = R.load_encoder(
             str(work / "encoder"), pooling="first", normalise=False, passage_length=384
         )
-        workers = max(os.cpu_count() - 1, 1) if cfg.workers < 0 else cfg.workers
+        workers = max(os.cpu_count() // world - 1, 1) if cfg.workers < 0 else cfg.workers
         batch_tokens = min(cfg.batch_tokens, 4096) if cfg.small else cfg.batch_tokens
         began = time.perf_counter()
         R.build_index(
@@ -330,6 +414,7 @@ def encode(cfg: BenchConfig) -> dict:
             model,
             tokenizer,
             encoder,
+            shard_size=2048 // world,
             batch_tokens=batch_tokens,
         )
         warm = time.perf_counter() - began
@@ -350,12 +435,14 @@ def encode(cfg: BenchConfig) -> dict:
             model,
             tokenizer,
             encoder,
+            shard_size=min(65536, -(-passages // world)),
             batch_tokens=batch_tokens,
             workers=workers,
         )
         whole, R.encode_tokens = time.perf_counter() - began, encode_tokens
         result = {
             "passages": passages,
+            "processes": world,
             "mean_tokens": round(tokens / passages, 1),
             "workers": workers,
             "batch_tokens": batch_tokens,
@@ -366,15 +453,20 @@ def encode(cfg: BenchConfig) -> dict:
             "tokens_s": round(tokens / whole),
             "shards": len(index.shards),
         }
-        steady = passages / whole
+        steady, own = passages / whole, None
         if len(windows) > 1:
-            steady = sum(n for n, _, _ in windows[1:]) / seconds_between(
-                windows[0][2], windows[-1][2]
-            )
+            seconds = seconds_between(windows[0][2], windows[-1][2])
+            own = sum(n for n, _, _ in windows[1:]) / seconds
+        rates = distributed.gather_objects(own) if world > 1 else [own]
+        if all(rates):
+            steady = sum(rates)
             result |= {
                 "steady_passages_s": round(steady),
                 "hours_for_25.7M": round(25.7e6 / steady / 3600, 2),
             }
+        if world > 1:
+            distributed.cleanup()
+            return result
         write(cfg, result)  # nothing that follows costs what is measured
         alone = encoder_alone(R, ids, model, encoder, batch_tokens)
         result |= {
@@ -396,7 +488,8 @@ def encode(cfg: BenchConfig) -> dict:
             result["peer"] = peer
         return result
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def mark() -> float | torch.cuda.Event:
@@ -650,6 +743,7 @@ def faiss_table(cfg: BenchConfig) -> dict:
 
 MODES = {
     "gold-ranks": gold_ranks,
+    "across": across,
     "tune": tune,
     "encode": encode,
     "search-gpu": search_gpu,
@@ -658,10 +752,11 @@ MODES = {
 }
 
 
-def main(cfg: BenchConfig) -> dict:
+def main(cfg: BenchConfig) -> dict | None:
     if cfg.mode == "tune" and not torch.cuda.is_available():
         raise ConfigError("mode=tune measures a kernel for a Hopper GPU, and there is none here")
-    return write(cfg, MODES[cfg.mode](cfg))
+    result = MODES[cfg.mode](cfg)
+    return write(cfg, result) if os.environ.get("RANK", "0") == "0" else None
 
 
 def write(cfg: BenchConfig, measured: dict) -> dict:

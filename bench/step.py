@@ -2,6 +2,8 @@
 
     python bench/step.py --shape 3b --engine torch vllm --peer hf vllm --peer-script trl_grpo.py
     torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
+    torchrun --nproc-per-node 8 bench/step.py --prompts 64 128      two batches, one after the other
+    torchrun --nproc-per-node 8 bench/step.py --index 25700592      the reward asks an index shared out over the cards
 
 It calls grpo.train_step itself: sampling, reward, the reference's pass, update, weight sync.  The reward is a
 hash of the response, as the peer's is.  No response ends early: no id ends one.  The first step compiles and is left
@@ -28,6 +30,7 @@ import zlib
 from functools import partial
 from pathlib import Path
 
+import retrieval
 import shapes
 import torch
 import data
@@ -42,9 +45,13 @@ import training
 from rollout import open_engine
 
 
-def hashed_scores(flat: float, run: grpo.Run, rollouts: list, items: list) -> list[grpo.Score]:
+def hashed_scores(
+    index, flat: float, run: grpo.Run, rollouts: list, items: list
+) -> list[grpo.Score]:
     """A reward between 0 and 1 for each response that depends on nothing but its ids; 0 in the
-    groups of the first `flat` of the prompts."""
+    groups of the first `flat` of the prompts. An index, where there is one, is only asked."""
+    if index is not None:
+        index.gold_ranks(*index.questions(range(len(rollouts))))
     figures = {"rewrite": "", "well_formed": False, "rank": None}
     scores = []
     for r in rollouts:
@@ -62,7 +69,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     cfg = grpo.GRPOConfig(
         model=folder,
         train="none",
-        prompts_per_step=args.prompts,
+        prompts_per_step=args.prompts[0],
         group_size=args.responses,
         max_prompt_tokens=args.prompt_len,
         max_response_tokens=args.new,
@@ -110,7 +117,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         )
     distributed.shard_model(policy, where, cuda, gather_once=True)
     rng = random.Random(0)
-    count = args.prompts * (args.steps + 1)
+    count = max(args.prompts) * (args.steps + 1)
     prompts = [rng.choices(range(shapes.WORDS), k=args.prompt_len) for _ in range(count)]
     turns = [data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)]
     return grpo.Run(
@@ -133,15 +140,15 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
     )
 
 
-def floors(args, world: int) -> dict[str, float]:
-    """The least seconds of every phase on `world` cards."""
+def floors(args, prompts: int, world: int) -> dict[str, float]:
+    """The least seconds of every phase of a step of `prompts` on `world` cards."""
     config, size, rate = (
         shapes.model_config(args.shape),
         shapes.parameters(args.shape),
         shapes.bandwidth(),
     )
-    rows, flops = args.prompts * args.responses / world, shapes.BF16_FLOPS
-    unique = args.prompts / world * (args.prompt_len + args.responses * (args.new - 1))
+    rows, flops = prompts * args.responses / world, shapes.BF16_FLOPS
+    unique = prompts / world * (args.prompt_len + args.responses * (args.new - 1))
     head = config.hidden_size // config.num_attention_heads
     token = (
         4 * config.num_hidden_layers * config.num_key_value_heads * head
@@ -149,24 +156,27 @@ def floors(args, world: int) -> dict[str, float]:
     cached = rows * token * (args.prompt_len + args.new / 2)
     decode = max((2 * size + cached) / rate, 2 * size * rows / flops)
     return {
-        "sample": 2 * size * args.prompts / world * args.prompt_len / flops + args.new * decode,
+        "sample": 2 * size * prompts / world * args.prompt_len / flops + args.new * decode,
         "reference": 0.0 if args.no_kl else 2 * size * unique / flops,
         "update": 6 * size * unique / flops + 28 * size / world / rate,
         "sync": 6 * size / rate,
     }
 
 
-def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
-    """Phases and rates of the steps so far; medians without the first one, where there are others."""
+def summary(args, prompts: int, rows: list[dict], walls: list[float], world: int) -> dict:
+    """Phases and rates of the steps so far; medians without the first one, where there are others.
+
+    A collective: memory is that of the card that has most of it in use."""
     timed = rows[1:] or rows
     phases = {
         name: statistics.median(row[f"seconds_{name}"] for row in timed)
         for name in ("sample", "reward", "reference", "update", "sync")
     }
     size = shapes.parameters(args.shape)
-    unique = args.prompts * (args.prompt_len + args.responses * (args.new - 1))
-    tokens = args.prompts * args.responses * args.new
+    unique = prompts * (args.prompt_len + args.responses * (args.new - 1))
+    tokens = prompts * args.responses * args.new
     result = {
+        "prompts": prompts,
         "step_seconds": round(statistics.median(walls[1:] or walls), 3),
         "steps": [round(w, 3) for w in walls],
         "phases": {k: round(v, 3) for k, v in phases.items()},
@@ -176,18 +186,37 @@ def summary(args, rows: list[dict], walls: list[float], world: int) -> dict:
         "engine_gap": rows[-1]["engine_gap"],
         "engine_gap_max": rows[-1]["engine_gap_max"],
         "loss": [row["loss"] for row in rows],
+        "grad_norm": [row["grad_norm"] for row in rows],
         "response_tokens": rows[-1]["response_tokens"],
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        result |= {
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-            "card_used_gib_at_end": round((total - free) / 2**30, 2),
+        own = {
+            "peak_gib": torch.cuda.max_memory_allocated(),
+            "peak_reserved_gib": torch.cuda.max_memory_reserved(),
+            "card_used_gib_at_end": total - free,
         }  # vLLM's pool is not torch's
+        cards = distributed.gather_objects(own)
+        result |= {key: round(max(c[key] for c in cards) / 2**30, 2) for key in own}
     if shapes.bandwidth():
-        result["floors"] = {k: round(v, 4) for k, v in floors(args, world).items()}
+        result["floors"] = {k: round(v, 4) for k, v in floors(args, prompts, world).items()}
     return result
+
+
+def timed_steps(run: grpo.Run, steps: int, where: distributed.Dist):
+    """Take a step that compiles and `steps` more; after each of them (step, rows so far, seconds so far)."""
+    rows, walls = [], []
+    for step in range(steps + 1):
+        if step == 1 and where.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        clock = training.Clock(where.device)
+        with clock("step"):
+            row, _ = grpo.train_step(run, step)
+        walls.append(clock.seconds["seconds_step"])
+        rows.append(row)
+        phases = {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")}
+        distributed.print0(f"step {step}: {walls[-1]:.2f}s", phases)
+        yield step, rows, walls
 
 
 def ours(args, kind: str) -> None:
@@ -195,12 +224,10 @@ def ours(args, kind: str) -> None:
     where = distributed.setup()
     if args.card_gib:
         shapes.shrink_card(args.card_gib)
-    grpo.score = partial(hashed_scores, args.flat)
     sizes = {
         k: getattr(args, k)
         for k in (
             "shape",
-            "prompts",
             "responses",
             "prompt_len",
             "new",
@@ -214,30 +241,26 @@ def ours(args, kind: str) -> None:
         )
     }
     sizes |= {
+        "prompts": args.prompts[0],
+        "index": args.index,
         "kl": not args.no_kl,
         "parameters": shapes.parameters(args.shape),
         "processes": where.world,
     }
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args, kind, where, shapes.write_config_folder(args.shape, folder))
+        index = retrieval.synthetic_retriever(args.index, 768, where) if args.index else None
+        grpo.score = partial(hashed_scores, index, args.flat)
         grpo.sync_engine(run)
-        rows, walls = [], []
-        for step in range(args.steps + 1):
-            if step == 1 and where.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            clock = training.Clock(where.device)
-            with clock("step"):
-                row, _ = grpo.train_step(run, step)
-            wall = clock.seconds["seconds_step"]
-            distributed.print0(
-                f"step {step}: {wall:.2f}s",
-                {k: round(v, 3) for k, v in row.items() if k.startswith("seconds_")},
-            )
-            rows.append(row)
-            walls.append(wall)
-            if where.rank == 0:
-                measured = {kind: summary(args, rows, walls, where.world)}
-                shapes.report(sizes | {"ours": measured}, args.out, step == args.steps)
+        measured = {}
+        for prompts in args.prompts:
+            run.cfg.prompts_per_step = prompts
+            name = kind if len(args.prompts) == 1 else f"{kind}, {prompts} prompts"
+            for step, rows, walls in timed_steps(run, args.steps, where):
+                measured[name] = summary(args, prompts, rows, walls, where.world)
+                if where.rank == 0:
+                    final = prompts == args.prompts[-1] and step == args.steps
+                    shapes.report(sizes | {"ours": measured}, args.out, final)
     distributed.cleanup()
 
 
@@ -271,7 +294,7 @@ def peer(args, engine: str) -> dict:
     """The peer's step with one of its engines, in a process of its own."""
     options = {
         "shape": args.shape,
-        "prompts": args.prompts,
+        "prompts": args.prompts[0],
         "n": args.responses,
         "prompt-len": args.prompt_len,
         "new": args.new,
@@ -315,7 +338,8 @@ def peer(args, engine: str) -> dict:
 def main() -> None:
     p = shapes.parser(__doc__)
     p.add_argument("--engine", nargs="+", default=["torch"], choices=["torch", "vllm"])
-    p.add_argument("--prompts", type=int, default=16, help="a step, of all processes")
+    p.add_argument("--prompts", type=int, nargs="+", default=[16], help="a step, of all processes")
+    p.add_argument("--index", type=int, default=0, help="passages of a random index that is asked")
     p.add_argument("--responses", type=int, default=8, help="a prompt")
     p.add_argument("--prompt-len", type=int, default=512, help="tokens")
     p.add_argument("--new", type=int, default=256, help="tokens of a response")

@@ -35,12 +35,14 @@ def engines(figures: dict) -> list[str]:
     return list(dict.fromkeys(key.partition("/")[2] for key in figures["cells"]))
 
 
-def labels(figures: dict) -> dict[str, str]:
-    """System → label of its row, in the order of the tables."""
+def labels(figures: dict, engine: str) -> dict[str, str]:
+    """System → label of its row, in the order of the tables; warm-ups with the first engine alone."""
     rows = dict(LABELS)
     for name, arm in figures["arms"].items():
         if "dev" in arm:
-            rows |= {f"{name}-warmup": f"{name}: warm-up", f"{name}-grpo": f"{name}: + GRPO"}
+            if engine == engines(figures)[0]:
+                rows[f"{name}-warmup"] = f"{name}: warm-up"
+            rows[f"{name}-grpo"] = f"{name}: + GRPO"
     return rows
 
 
@@ -96,7 +98,7 @@ def main(path: str = FIGURES) -> None:
     for metric, title in (("mrr", "MRR"), ("recall@10", "Recall@10")):
         for engine in engines(figures):
             print(f"\n{title}, test splits, percent with 95 % intervals by conversation\n")
-            print(table(figures, engine, labels(figures), metric))
+            print(table(figures, engine, labels(figures, engine), metric))
 
 
 if __name__ == "__main__":

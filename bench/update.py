@@ -168,13 +168,18 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
         ),
         **(
             {
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+                "peak_gib": largest(torch.cuda.max_memory_allocated()),
+                "reserved_gib": largest(torch.cuda.max_memory_reserved()),
             }
             if cuda
             else {}
         ),
     }
+
+
+def largest(size: int) -> float:
+    """GiB of the process that has most (a collective)."""
+    return round(max(distributed.gather_objects(size)) / 2**30, 2)
 
 
 def kind_of(micro: MicroBatch) -> str:

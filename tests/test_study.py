@@ -62,7 +62,7 @@ def test_the_results_page_has_the_tables_of_the_figures():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert study_tables.arms_table(figures) in page
     for engine in study_tables.engines(figures):
-        assert study_tables.table(figures, engine, study_tables.labels(figures)) in page
+        assert study_tables.table(figures, engine, study_tables.labels(figures, engine)) in page
 
 
 def test_the_adapter_is_above_the_raw_question_on_every_test_set():

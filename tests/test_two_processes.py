@@ -92,6 +92,14 @@ def check(dist, lm, out):
         ended = time.time()
     facts["turn"], facts["in turn"] = [began, ended], all(torch.equal(a, b) for a, b in zip(weights(again).values(), load_causal_lm(lm).parameters()))
 
+    # on nodes of unequal size too: as many turns for the only process of one as for the second of another
+    local = dict(os.environ)
+    os.environ |= dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(rank + 1))
+    with distributed.in_turn():
+        pass
+    os.environ |= local
+    facts["uneven"] = distributed.all_reduce_sum([1.0])
+
     # what rank 0 alone runs, or fails at, is known to all
     facts["rank 0"] = distributed.on_rank_0(lambda: f"done by {distributed._rank()}")
     try:
@@ -306,6 +314,7 @@ def test_a_rank_with_nothing_to_train_takes_part_in_every_collective(two):
 def test_models_are_loaded_and_sharded_in_turn(two):
     (_, first_ends), (second_begins, _) = sorted(facts["turn"] for facts in two[0])
     assert first_ends <= second_begins and all(facts["in turn"] for facts in two[0])
+    assert [facts["uneven"] for facts in two[0]] == [[2.0], [2.0]]
 
 
 def test_what_fails_on_rank_0_alone_fails_on_all(two):

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# One, two, four, eight cards of one host: a JSON file a part in OUT, most important first; called again it goes on.
+#   bench/scaling.sh OUT [SECONDS]     a call ends within SECONDS (570): parts that no longer fit wait for the next one
+# PY=python3 chooses the interpreter, CARDS=2 the number of cards (all there are), SHAPE=3b and BIG=7b the models, RECOMPUTE the
+# share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU.
+# A part that failed leaves NAME.failed, its log: remove that to try again. `python bench/scaling_tables.py OUT` makes the tables.
+set -uo pipefail
+[ $# -ge 1 ] || { sed -n '2,6p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "$1" && cd "$1" || exit 2
+budget=${2:-570} py=${PY:-python3} shape=${SHAPE:-3b} big=${BIG:-7b} recompute=${RECOMPUTE:-0.25}
+cards=${CARDS:-$("$py" -c 'import torch; print(torch.cuda.device_count())')}
+engines="torch $("$py" -c 'import importlib.util as u, torch; print("vllm" if torch.cuda.is_available() and u.find_spec("vllm") else "")')"
+if [ "$shape" = tiny ]; then
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  step="--prompt-len 24 --new 8 --steps 1" update="--prompt 24 --response 16 --cap 32 --groups 16 --responses 4 --lengths spread --updates 1"
+  paper="--prompts 16 --responses 4 --prompt-len 24 --new 8 --steps 1 --index 3000" memory="--prompt-len 24 --new 8"
+  index="small=true" encode="small=true batch_tokens=2048 workers=0"
+else
+  step="--budget 5200 --recompute $recompute --gpu-memory 0.25 --steps 2"
+  update="--groups 64 --responses 16 --lengths spread --updates 2 --recompute $recompute"
+  paper="--prompts 128 --responses 16 --prompt-len 330 --new 386 --budget 8192 --recompute $recompute --gpu-memory 0.25 --steps 1 --index 25700592"
+  memory="--prompts 64" index="" encode="passages=1000000"
+fi
+missing=""
+
+part() {  # NAME SECONDS CARDS SCRIPT …: one measurement; @OUT stands for the file that it writes
+  local name=$1 limit=$2 count=$3 status; shift 3
+  if [ -e "$name.json" ] || [ "$count" -gt "$cards" ]; then return; fi
+  if [ -e "$name.failed" ]; then missing+=" $name (failed)"; return; fi
+  if [ $((SECONDS + limit)) -gt "$budget" ]; then missing+=" $name"; return; fi
+  echo "$name on $count of $cards cards, at $SECONDS s"
+  timeout -k 15 "$limit" "$py" -m torch.distributed.run --standalone --nproc-per-node "$count" "$root/bench/$1" "${@:2}" > "$name.log" 2>&1
+  status=$?
+  if [ $status -eq 0 ] && [ -e "$name.part" ]; then mv "$name.part" "$name.json"; rm "$name.log"
+  else echo "  status $status: $name.failed"; mv "$name.log" "$name.failed"; missing+=" $name (failed)"; fi
+}
+update() {  # CARDS
+  local against=""; [ ! -e update_1.json ] || against="--against update_1.json"
+  part "update_$1" 200 "$1" update.py --shape "$shape" $update $against --out "update_$1.part"
+}
+step() {  # ENGINE CARDS: strong, from the same weights for any number of cards, then weak, which on four cards is the same
+  [[ " $engines " == *" $1 "* ]] || return 0
+  [ "$1" = vllm ] || export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+  part "step_$1_$2" 230 "$2" step.py --shape "$shape" --engine "$1" $step --prompts 64 $([ "$2" = 4 ] || echo $((16 * $2))) --out "step_$1_$2.part"
+  unset PYTORCH_CUDA_ALLOC_CONF
+}
+paper() { [[ "$engines" == *vllm* ]] && local kind=vllm || local kind=torch; part "paper_$1" $(($1 == 1 ? 420 : 280)) "$1" step.py --shape "$shape" --engine $kind $paper --out "paper_$1.part"; }
+across() { part "across_$1" 120 "$1" retrieval.py mode=across $index out="across_$1.part"; }
+sync() { [[ "$engines" != *vllm* ]] || part "sync_$1" 150 "$1" sync.py --shape "$shape" --engine vllm --gpu-memory 0.25 --out "sync_$1.part"; }
+large() { part "large_$1_$2" 330 "$2" memory.py --shape "$big" $memory --settings "$1" --out "large_$1_$2.part"; }
+encode() { part "encode_$1" 240 "$1" retrieval.py mode=encode $encode peer_passages=0 out="encode_$1.part"; }
+
+between=""; for n in 4 2; do [ $n -lt "$cards" ] && between+=" $n"; done
+update 1; update "$cards"
+step vllm "$cards"; step vllm 1
+across "$cards"
+[ "$cards" -lt 4 ] || large lean "$cards"
+paper "$cards"
+sync "$cards"; sync 1
+step torch "$cards"; step torch 1
+across 1
+for n in $between; do update "$n"; step vllm "$n"; across "$n"; done
+if [ "$cards" -gt 4 ]; then large lean 4; fi
+encode "$cards"
+for n in $between; do sync "$n"; step torch "$n"; done
+if [ "$cards" -ge 4 ] || [ "$shape" = tiny ]; then large gathered "$cards"; fi
+encode 1; paper 1
+if [ "$cards" -gt 4 ]; then large gathered 4; fi
+if [ -z "$missing" ]; then echo "everything is measured for $cards cards"; else echo "not measured yet:$missing"; exit 3; fi
