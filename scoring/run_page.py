@@ -1,0 +1,466 @@
+"""A run's page: did it work, what changed, is it healthy, where the time goes, every rollout.
+
+report.html is one file that loads nothing: pictures, and the rollouts packed step by step. Only
+where these are too many do they lie in files beside it (report_rollouts/), loaded when looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import yaml
+
+from data import DataError, item_id, read_corpus, read_jsonl, read_lines, read_questions, read_turns
+from runs import atomic_write, read_json, read_metrics
+from scoring import plots
+from scoring.plots import Picture, Series, number
+
+BESIDE = "report_rollouts"
+PAGE_BYTES = 16 << 20  # packed rollouts that a page holds itself
+CORPUS_BYTES = 256 << 20  # a larger corpus is not read for the gold passages' texts
+RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
+ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "failed")
+GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # what is better
+SHARES = re.compile(
+    r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
+    r"|heldout_acc"
+)
+INSIDE = {"seconds_search"}  # a part of sampling
+
+
+@dataclass
+class Watched:
+    """Curves of one picture, and what to watch: `sound` is where the last tenth's mean belongs."""
+
+    title: str
+    figures: tuple[str, ...]
+    unit: str
+    note: str
+    sound: tuple[float, float] = (-math.inf, math.inf)
+
+
+LENGTHS = ("response_tokens", "model_tokens")
+HEALTH = {
+    "The policy": (
+        Watched("KL to the start", ("kl",), "nats a token", "Above 2 the run stops.", (0, 1)),
+        Watched("Entropy", ("entropy",), "nats a token", "Near 0: nothing new is tried.", (0.01, 9)),
+        Watched("Gradient norm", ("grad_norm",), "unscaled", "A steady rise: lower the lr."),
+    ),
+    "The responses": (
+        Watched("Length", LENGTHS, "tokens", "Growth that earns no reward is padding."),
+        Watched("Cut by the limit", ("length_stops",), "of all", "Raise the limit.", (0, 0.05)),
+    ),
+    "The signal": (
+        Watched("Flat groups", ("flat_groups",), "of all", "Near 100 %: none is left.", (0, 0.9)),
+        Watched("Spread of rewards", ("reward_std",), "standard deviation", "Near 0: no signal."),
+        Watched("Clipped", ("clipped",), "of all tokens", "Updates go too far.", (0, 0.2)),
+    ),
+    "The machinery": (
+        Watched("Engine gap", ("engine_gap", "start_gap"), "nats a token", "Sampler and trainer."),
+        Watched("Failed, skipped", ("failed", "skipped"), "a step", "See the log.", (0, 0)),
+    ),
+}
+
+
+@dataclass
+class Log:
+    """What a run's folder holds, read once."""
+
+    folder: str
+    series: dict[str, plots.Points]  # figure → (step, value), finite ones
+    config: dict
+    settings: str
+    shown: set[str] = field(default_factory=set)  # figures that the page has drawn
+    ends: set[str] = field(default_factory=set)
+    bands: dict[int, list[int]] = field(default_factory=dict)  # step → rollouts of each band
+    labels: tuple[str, ...] = RANKS
+    rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # of each prompt
+
+    @property
+    def steps(self) -> int:
+        return max((int(points[-1][0]) for points in self.series.values()), default=0)
+
+
+def read_log(folder: str) -> Log:
+    """DataError: the folder holds no metrics of a training run."""
+    path = os.path.join(folder, "metrics.jsonl")
+    settings = os.path.join(folder, "config.yaml")
+    text = "\n".join(line for _, line in read_lines(settings)) if os.path.exists(settings) else ""
+    rows = read_metrics(path)
+    series: dict[str, plots.Points] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key != "step" and type(value) in (int, float):
+                series.setdefault(key, []).append((row["step"], value))
+    if not series:
+        raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        config = None
+    return Log(folder, series, config if isinstance(config, dict) else {}, text)
+
+
+# --------------------------------------------------------------------------------------- rollouts
+
+
+def band(row: dict) -> int | None:
+    """Which outcome of RANKS or ANSWERS a rollout has; None where its row does not tell."""
+    if row.get("reward") is None:
+        return 6
+    if not row.get("well_formed", True):
+        return 5
+    if "f1" in row:
+        value = row["f1"] or 0
+        return 4 if value <= 0 else 2 - bisect_left((0.5, 1.0), value + 1e-9)
+    if "rank" not in row:
+        return None
+    return 4 if row["rank"] is None else bisect_left((1, 3, 10), row["rank"])
+
+
+def step_files(folder: str) -> dict[int, str]:
+    """Step → its rollouts file."""
+    inside = os.path.join(folder, "rollouts")
+    names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
+    found = {name: re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names}
+    return {int(m[1]): os.path.join(inside, name) for name, m in found.items() if m}
+
+
+def groups(path: str) -> list[dict]:
+    """The groups of a step: id, rows with their `band`."""
+    found: dict[tuple, dict] = {}
+    for _, row in read_jsonl(path):
+        name = str(row.pop("query_id", ""))
+        key = (name, str(row.pop("group", "")))
+        found.setdefault(key, {"id": name, "rows": []})["rows"].append(row | {"band": band(row)})
+    return list(found.values())
+
+
+def packed(log: Log, prompts: dict[str, dict]) -> Iterator[tuple[int, str]]:
+    """(step, its rollouts as page.html unpacks them); fills in what the log knows of them."""
+    for step, path in step_files(log.folder).items():
+        counts = log.bands[step] = [0] * len(RANKS)
+        parts = groups(path)
+        for group in parts:
+            group |= {"prompt": prompts.get(group["id"])}
+            rewards = [r["reward"] for r in group["rows"] if type(r.get("reward")) in (int, float)]
+            if rewards:
+                seen = log.rewards.setdefault(group["id"], [])
+                seen.append((step, sum(rewards) / len(rewards)))
+            for row in group["rows"]:
+                log.ends.add(str(row.get("end", "")))
+                log.labels = ANSWERS if "f1" in row else log.labels
+                if row["band"] is not None:
+                    counts[row["band"]] += 1
+        data = json.dumps(parts, separators=(",", ":")).encode()
+        yield step, base64.b64encode(zlib.compress(data)).decode()
+
+
+def read_prompts(config: dict) -> dict[str, dict]:
+    """Id → conversation, question and gold passages, of the files that the settings name; what
+    can't be read is left out."""
+    train, retriever = str(config.get("train") or ""), config.get("retriever") or {}
+    try:
+        items = read_turns(train) if config.get("task", "rewrite") == "rewrite" else None
+        items = read_questions(train) if items is None else items
+    except (OSError, DataError):
+        return {}
+    golds = {gold for item in items for gold in getattr(item, "gold_ids", ())}
+    texts = gold_texts(retriever, golds) if golds else {}
+    prompts = {}
+    for item in items:
+        prompt = {key: value for key, value in asdict(item).items() if value}
+        known = [{"id": gold, **texts.get(gold, {})} for gold in prompt.get("gold_ids", ())]
+        keys = ("context", "question", "answer", "rewrite", "golden_answers")
+        prompts[item_id(item)] = {k: prompt[k] for k in keys if k in prompt} | {"golds": known}
+    return prompts
+
+
+def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
+    """Passage id → title and text, where the corpus is at hand and not too large."""
+    try:
+        corpus, index = retriever.get("corpus"), retriever.get("index")
+        if not corpus and index:
+            with open(os.path.join(index, "config.yaml"), encoding="utf-8") as f:
+                corpus = yaml.safe_load(f)["corpus"]
+        if os.path.getsize(corpus) > CORPUS_BYTES:
+            return {}
+        passages = (p for p in read_corpus(corpus) if p.id in golds)
+        return {p.id: {"title": p.title, "text": p.text} for p in passages}
+    except (OSError, DataError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return {}
+
+
+# --------------------------------------------------------------------------------------- sections
+
+
+def is_share(key: str) -> bool:
+    return SHARES.match(key) is not None
+
+
+def tenth(points: plots.Points, last: bool = False) -> list[float]:
+    """The values of the first, or the last, tenth of the steps."""
+    n = max(1, len(points) // 10)
+    return [y for _, y in (points[-n:] if last else points[:n])]
+
+
+def draw(log: Log, title: str, keys: tuple[str, ...], unit: str = "") -> Picture | None:
+    """Curves of the figures that the log has; None without any."""
+    there = [key for key in keys if log.series.get(key)]
+    log.shown.update(there)
+    series = [Series(key, log.series[key], dots=key.startswith("dev_")) for key in there]
+    return curves_or_none(title, series, unit)
+
+
+def curves_or_none(title: str, series: list[Series], unit: str) -> Picture | None:
+    share = bool(series) and all(is_share(s.name) for s in series)
+    return plots.curves(title, series, share, unit) if series else None
+
+
+def tile(name: str, start: str, end: str, note: str) -> str:
+    change = f"<span>{start} →</span> {end}" if start else end
+    return f"<div class=tile><h3>{name}</h3><p class=large>{change}</p><p>{html.escape(note)}</p></div>"
+
+
+def worked(log: Log) -> str:
+    """The figures that say whether it worked, in large, and their curves."""
+    tiles, pictures = [], []
+    goal = next((key for key in GOALS if key in log.series), None)
+    if goal:
+        points, share = log.series[goal], is_share(goal)
+        log.shown.add(goal)
+        value = GOALS[goal](y for _, y in points)
+        step = next(x for x, y in points if y == value)
+        name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
+        last = f"best at step {step}; last, at step {points[-1][0]}: {number(points[-1][1], share)}"
+        once = len(points) == 1
+        start = "" if once else number(points[0][1], share)
+        tiles.append(tile(name, start, number(value, share), "one validation" if once else last))
+        line = [Series(goal, points, dots=True)]
+        best = None if once else (step, value)
+        pictures.append(plots.curves(f"{name}, greedy", line, share, best=best))
+    if reward := log.series.get("reward"):
+        log.shown.add("reward")
+        (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
+        note = f"first against last tenth of {len(reward)} steps"
+        if len(reward) >= 20:
+            note += f"; difference {b - a:+.2f} ± {1.96 * (e * e + f * f) ** 0.5:.2f} (95 %)"
+        once = len(reward) == 1
+        tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
+        pictures.append(plots.trend("Reward", reward, "mean of the rollouts"))
+    for key, name in (("format_rate", "format rate"), ("hit@1", "at rank 1"), ("em", "exact match")):
+        if points := log.series.get(key):
+            a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
+            tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
+    if "loss" in log.series and "reward" not in log.series:
+        pictures.append(draw(log, "Loss", ("loss", "heldout_loss"), "nats a token"))
+        pictures.append(draw(log, "Accuracy", ("heldout_accuracy",), "of target tokens"))
+    pictures.append(draw(log, "Responses in form", ("format_rate", "dev_format_rate")))
+    shown = "".join(picture.figure() for picture in pictures if picture)
+    return f"<div class=tiles>{''.join(tiles)}</div><div class=grid>{shown}</div>"
+
+
+def changed(log: Log) -> str:
+    """What became of the responses, over steps, and of prompts that came up again."""
+    parts = []
+    if steps := [step for step, counts in log.bands.items() if any(counts)]:
+        shares = [[n / sum(log.bands[step]) for n in log.bands[step]] for step in steps]
+        layers = {label: column for label, column in zip(log.labels, zip(*shares))}
+        title = "Ranks of the gold passage" if log.labels is RANKS else "Scores of the answers"
+        picture = plots.stack(title, steps, layers, True, "b", "share of the rollouts")
+        parts.append(picture.figure("From good, at the bottom, to bad."))
+    for title, keys in (
+        ("Found", ("hit@1", "hit@10", "hit@100")),
+        ("Answers", ("em", "f1", "gold_recall", "all_gold")),
+        ("Searches and rounds", ("searches", "rounds", "notes")),
+        ("How episodes end", ("end_answered", "end_no_answer", "end_length", "end_rounds")),
+    ):
+        if picture := draw(log, title, keys):
+            parts.append(picture.figure())
+    followed = "".join(followed_section(log, *case) for case in choose_followed(log))
+    return f"<div class=grid>{''.join(parts)}</div>{followed}" if parts or followed else ""
+
+
+def choose_followed(log: Log) -> list[tuple[str, str]]:
+    """(what is special, id) of prompts that came up most often: most gained, typical, most lost."""
+    most = max(map(len, log.rewards.values()), default=0)
+    often = [name for name, seen in log.rewards.items() if len(seen) >= max(2, most - 1)]
+    often.sort(key=lambda name: log.rewards[name][-1][1] - log.rewards[name][0][1])
+    if not often:
+        return []
+    picked = {often[-1]: "gained most", often[len(often) // 2]: "is typical", often[0]: "lost most"}
+    return [(words, name) for name, words in dict(reversed(picked.items())).items()][::-1]
+
+
+def appearances(log: Log, name: str) -> dict[int, list[dict]]:
+    """Step → the prompt's responses, best first."""
+    files, found = step_files(log.folder), {}
+    for step in dict.fromkeys(step for step, _ in log.rewards[name]):
+        rows = [row for g in groups(files[step]) if g["id"] == name for row in g["rows"]]
+        found[step] = sorted(rows, key=lambda row: row.get("reward") or -9, reverse=True)
+    return found
+
+
+def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
+    """A dot for every response: its place by rank, or by F1, over the steps."""
+    names = [(0, "1"), (-1, "3"), (-2, "10"), (-3, "100"), (-4, "none"), (-5, "form")]
+    if any("f1" in row for rows in found.values() for row in rows):
+        names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
+    dots = [
+        (step, -min(row["band"], 5), row["band"])
+        for step, rows in found.items()
+        for row in rows
+        if row["band"] is not None
+    ]
+    return plots.dots(title, dots, names)
+
+
+def wording(row: dict) -> str:
+    """What a response says, in short."""
+    return str(row.get("rewrite") or row.get("prediction") or row.get("response") or "")[:300]
+
+
+def followed_section(log: Log, words: str, name: str) -> str:
+    """One prompt through the steps: its dots, and the middle one of the responses each time."""
+    found = appearances(log, name)
+    lines = []
+    for step, rows in found.items():
+        row = rows[len(rows) // 2]
+        label = "" if row["band"] is None else log.labels[row["band"]]
+        chip = f"<span class='chip b{row['band']}'>{label}</span>" if label else ""
+        quote = html.escape(wording(row))
+        lines.append(f"<li value={step}>{chip} <q dir=auto>{quote}</q></li>")
+    kept = lines[:: max(1, len(lines) // 8)]
+    kept += lines[-1:] if kept[-1] is not lines[-1] else []
+    picture = followed_picture(found, "All its responses")
+    return (
+        f"<details class=followed{' open' * (words == 'gained most')}><summary>The prompt that "
+        f"{words}: <b dir=auto data-prompt='{html.escape(name)}'>{html.escape(name)}</b></summary>"
+        f"<div class=grid>{picture.figure()}<div><p>The middle one of its responses, by reward, "
+        f"at step</p><ol>{''.join(kept)}</ol></div></div></details>"
+    )
+
+
+def healthy(log: Log) -> str:
+    """Curves by subject, with what to watch; those that never move in a sentence."""
+    parts, still = [], []
+    for heading, pictures in HEALTH.items():
+        figures = []
+        for w in pictures:
+            keys = tuple(key for key in w.figures if log.series.get(key))
+            moving = [key for key in keys if len({y for _, y in log.series[key]}) > 1]
+            if not moving:
+                still += [f"{key} is always {number(log.series[key][0][1])}" for key in keys]
+                log.shown.update(keys)
+                continue
+            now = statistics.fmean(tenth(log.series[moving[0]], last=True))
+            alarm = not w.sound[0] <= now <= w.sound[1]
+            figures.append(draw(log, w.title, keys, w.unit).figure(w.note, alarm))
+        if figures:
+            parts.append(f"<h3>{heading}</h3><div class=grid>{''.join(figures)}</div>")
+    constant = f"<p>{html.escape('; '.join(still))}.</p>" if still else ""
+    return "".join(parts) + constant
+
+
+def timing(log: Log) -> str:
+    """The phases of a step, stacked, and what each takes in all."""
+    names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
+    if not names:
+        return ""
+    log.shown.update(names)
+    values = {name: dict(log.series[name]) for name in names}
+    steps = sorted({int(x) for name in names for x in values[name]})
+    label = {name: name.removeprefix("seconds_") for name in names}
+    layers = {label[name]: [values[name].get(step, 0.0) for step in steps] for name in names}
+    whole = sum(map(sum, layers.values())) or 1.0
+    rows = "".join(
+        f"<tr><th scope=row>{name}<td>{number(sum(layer) / whole, True)}<td>"
+        f"{number(statistics.median(layer))} s<td>{clock(sum(layer))}"
+        for name, layer in layers.items()
+    )
+    picture = plots.stack("Seconds of a step", steps, layers, unit="s").figure(
+        "Columns that stand out, such as a first step that compiles, are cut off."
+    )
+    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>in all"
+    foot = f"<tr><th scope=row>all<td>100 %<td><td>{clock(whole)}"
+    return f"<div class=grid>{picture}<table>{head}{rows}{foot}</table></div>"
+
+
+def clock(seconds: float) -> str:
+    minutes = seconds / 60
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def others(log: Log) -> str:
+    """Curves of all figures that nothing above has shown, folded away."""
+    pictures = [draw(log, key, (key,)) for key in log.series if key not in log.shown]
+    figures = "".join(picture.figure() for picture in pictures if picture)
+    return f"<details><summary>All other figures</summary><div class=grid>{figures}</div></details>"
+
+
+def heading(log: Log) -> str:
+    """What was trained, and how far it has come."""
+    c = log.config
+    size = [f"{c.get('prompts_per_step')} prompts × {c['group_size']}"] * ("group_size" in c)
+    facts = [f"task {c['task']}"] * ("task" in c) + [str(c.get("model", ""))] + size
+    try:
+        note = read_json(os.path.join(log.folder, "exit.json")) or {}
+    except DataError:
+        note = {}
+    if note:
+        state = f"it ended with status {note.get('status')}: {note.get('reason')}"
+    elif os.path.isdir(os.path.join(log.folder, "final")):
+        state = "finished"
+    else:
+        state = "no end is recorded: it is running, or was killed"
+    planned = f" of {c['steps']}" if c.get("steps") else ""
+    line = "; ".join([*filter(None, facts), f"{log.steps}{planned} steps", state])
+    return f"<p>{html.escape(line)}</p>"
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def run_page(folder: str, title: str = "") -> str:
+    """Write report.html into a run's folder; its path. DataError: no step is logged yet."""
+    log = read_log(folder)
+    chunks = dict(packed(log, read_prompts(log.config) if step_files(folder) else {}))
+    sections = {
+        "Did it work?": worked(log),
+        "What changed?": changed(log),
+        "Is it healthy?": healthy(log),
+        "Where does the time go?": timing(log),
+        "The rollouts": plots.asset("browser.html") if chunks else "",
+    }
+    body = heading(log) + "".join(f"<h2>{h}</h2>{part}" for h, part in sections.items() if part)
+    body += others(log)
+    if log.settings:
+        pre = f"<pre tabindex=0>{html.escape(log.settings)}</pre>"
+        body += f"<details><summary>Settings</summary>{pre}</details>"
+    scripts = {step: f'rollouts[{step}]="{text}"' for step, text in chunks.items()}
+    beside = os.path.join(folder, BESIDE)
+    shutil.rmtree(beside, ignore_errors=True)
+    large = sum(map(len, scripts.values())) > PAGE_BYTES
+    for step, script in scripts.items() if large else ():
+        with atomic_write(os.path.join(beside, f"{step}.js")) as f:
+            f.write(script)
+    inline = "" if large else "\n".join(f"<script>{s}</script>" for s in scripts.values())
+    facts = {"steps": list(scripts), "labels": log.labels, "ends": sorted(log.ends - {""})}
+    page = os.path.join(folder, "report.html")
+    with atomic_write(page) as f:
+        name = title or os.path.basename(os.path.abspath(folder))
+        f.write(plots.page(name, body, facts | {"beside": BESIDE}, inline))
+    return page
