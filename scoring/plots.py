@@ -75,24 +75,23 @@ class Picture:
     height: int = HEIGHT
 
     def figure(self, note: str = "", alarm: bool = False) -> str:
-        """An HTML figure; `note` says what to watch, `alarm` that it is time to."""
+        """An HTML figure; `note` says what to watch, and `alarm` that it is time to."""
         keys = "".join(
             f'<span class=key><svg viewBox="0 0 10 10"><rect class="{colour}" width="10" '
             f'height="10" rx="2"/></svg>{html.escape(name)}</span>'
             for colour, name in self.key
         )
         unit = f" <span class=unit>{html.escape(self.unit)}</span>" if self.unit else ""
-        read = values = ""
+        values, output = "", f"<output>{html.escape(note)}</output>"
         if self.values:
             data = html.escape(json.dumps(self.values, separators=(",", ":")))
-            values, read = f' tabindex=0 role=group data-values="{data}"', "<output></output>"
-        note = f"<p class=note>{'<b>Look here.</b> ' * alarm}{html.escape(note)}</p>" * bool(note)
+            values = f' tabindex=0 data-values="{data}"'
         title = html.escape(self.title)
         return (
             f'<figure{" class=alarm" * alarm} aria-label="{title}"{values}><figcaption>'
             f"<b>{title}</b>{unit}{keys}</figcaption>"
             f'<svg viewBox="0 0 {WIDTH} {self.height}" role=img aria-label="{title}">{self.body}'
-            f"</svg>{read}{note}</figure>"
+            f"</svg>{output}</figure>"
         )
 
 
@@ -185,7 +184,7 @@ def curves(
     best: tuple[float, float] | None = None,
 ) -> Picture:
     """Curves over steps; `best`: a point to mark."""
-    shown = [(i, s, thinned(s.points)) for i, s in enumerate(series)]
+    shown = [(4 if s.faint else i, s, thinned(s.points)) for i, s in enumerate(series)]
     bands = [edge for s in series for edge in s.band]
     xs = [x for _, _, points in shown for x, _ in points]
     ys = [y for _, _, points in shown for _, y in points] + [y for b in bands for y in b[1:]]
@@ -196,12 +195,12 @@ def curves(
         if s.band:
             edge = [(frame.x(x), frame.y(high)) for x, _, high in s.band]
             edge += [(frame.x(x), frame.y(low)) for x, low, _ in reversed(s.band)]
-            parts.append(f'<path class="band f{i % 5}" d="{_path(edge)}Z"/>')
+            parts.append(f'<path class="band f{i}" d="{_path(edge)}Z"/>')
         faint = " faint" * s.faint
-        parts.append(f'<path class="curve s{i % 5}{faint}" d="{_path(at)}"/>')
+        parts.append(f'<path class="curve s{i}{faint}" d="{_path(at)}"/>')
         if s.dots or len(at) == 1:
             dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in at)
-            parts.append(f'<g class="f{i % 5}">{"".join(dots)}</g>')
+            parts.append(f'<g class="f{i}">{"".join(dots)}</g>')
     if best:
         x, y = frame.x(best[0]), frame.y(best[1])
         end, dx = ("end", -9) if x > (LEFT + RIGHT) / 2 else ("", 9)
@@ -209,7 +208,7 @@ def curves(
         below = y + 18 if y < TOP + 20 else y - 8
         parts.append(f'<circle class="best s0" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
         parts.append(text(x + dx, below, label, end))
-    key = [(f"f{i % 5}", s.name) for i, s, _ in shown] if len(shown) > 1 else []
+    key = [(f"f{i}", s.name) for i, s, _ in shown] if len(shown) > 1 else []
     values = frame.values({s.name: points for _, s, points in shown}, percent)
     return Picture(title, "".join(parts), unit, key, values)
 
@@ -302,24 +301,24 @@ def intervals(
     title: str,
     rows: Sequence[tuple[str, Sequence[tuple[float | None, Sequence[float] | None]]]],
     names: Sequence[str] = (),
-    percent: bool = True,
 ) -> Picture:
-    """Dots with bars in rows: (label, a (value, (low, high) or None) for each of `names`)."""
+    """Shares as dots with bars, in rows: (label, a (value, (low, high) or None) for each of
+    `names`)."""
     edges = [v for _, cells in rows for value, ci in cells for v in (value, *(ci or ()))]
     edges = [v for v in edges if v is not None] or [0.0]
     low = min(0.0, *edges)
     marks = ticks(low, max(edges) if max(edges) > low else low + 1)
 
     def x(value: float) -> float:
-        return 8 + (WIDTH - 24) * (value - marks[0]) / (marks[-1] - marks[0])
+        return 20 + (WIDTH - 40) * (value - marks[0]) / (marks[-1] - marks[0])
 
     tall = 24 + 11 * max(len(cells) for _, cells in rows)
     bottom, parts = tall * len(rows) + 4, []
     for mark in marks:
         parts.append(f'<path class="grid" d="M{x(mark):.1f} 0V{bottom}"/>')
-        parts.append(text(x(mark), bottom + 16, number(mark, percent), "soft mid"))
+        parts.append(text(x(mark), bottom + 16, number(mark, True), "soft mid"))
     for n, (label, cells) in enumerate(rows):
-        parts.append(text(8, tall * n + 16, label if len(label) < 32 else label[:30] + "…"))
+        parts.append(text(20, tall * n + 16, label if len(label) < 32 else label[:30] + "…"))
         for i, (value, ci) in enumerate(cells):
             y = tall * n + 27 + 11 * i
             if value is None:
@@ -328,9 +327,9 @@ def intervals(
                 parts.append(f'<path class="whisker s{i}" d="M{x(ci[0]):.1f} {y}H{x(ci[1]):.1f}"/>')
             parts.append(f'<circle class="f{i}" cx="{x(value):.1f}" cy="{y}" r="4.5"/>')
             if len(cells) == 1:
-                ends = f" [{number(ci[0], percent)}, {number(ci[1], percent)}]" if ci else ""
-                shown = number(value, percent) + ends
-                parts.append(text(WIDTH - 8, tall * n + 16, shown, "soft end"))
+                ends = f" [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else ""
+                shown = f"{100 * value:.1f}{ends}"
+                parts.append(text(WIDTH - 20, tall * n + 16, shown, "soft end"))
     key = [(f"f{i}", name) for i, name in enumerate(names)]
     return Picture(title, "".join(parts), "", key, height=bottom + 24)
 

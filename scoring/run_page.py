@@ -53,22 +53,39 @@ class Watched:
 LENGTHS = ("response_tokens", "model_tokens")
 HEALTH = {
     "The policy": (
-        Watched("KL to the start", ("kl",), "nats a token", "Above 2 the run stops.", (0, 1)),
-        Watched("Entropy", ("entropy",), "nats a token", "Near 0: nothing new is tried.", (0.01, 9)),
-        Watched("Gradient norm", ("grad_norm",), "unscaled", "A steady rise: lower the lr."),
+        Watched("KL to the start", ("kl",), "nats a token", "A run stops itself above 2.", (0, 1)),
+        Watched("Entropy", ("entropy",), "nats a token", "At 0 nothing new is tried.", (0.01, 9)),
+        Watched("Gradient norm", ("grad_norm",), "unscaled", "A steady rise asks for a lower lr."),
     ),
     "The responses": (
         Watched("Length", LENGTHS, "tokens", "Growth that earns no reward is padding."),
-        Watched("Cut by the limit", ("length_stops",), "of all", "Raise the limit.", (0, 0.05)),
+        Watched(
+            *("Cut by the limit", ("length_stops",), "share of responses"),
+            *("Above 5 % raise max_response_tokens.", (0, 0.05)),
+        ),
+        Watched("Words of a rewrite", ("rewrite_words",), "", "Long ones may quote, not rewrite."),
     ),
     "The signal": (
-        Watched("Flat groups", ("flat_groups",), "of all", "Near 100 %: none is left.", (0, 0.9)),
-        Watched("Spread of rewards", ("reward_std",), "standard deviation", "Near 0: no signal."),
-        Watched("Clipped", ("clipped",), "of all tokens", "Updates go too far.", (0, 0.2)),
+        Watched(
+            *("Flat groups", ("flat_groups",), "share of groups"),
+            *("Equal rewards teach nothing; near 100 % learning has ended.", (0, 0.9)),
+        ),
+        Watched("Spread of rewards", ("reward_std",), "deviation", "Near 0 all earn the same."),
+        Watched(
+            *("Clipped", ("clipped",), "share of tokens"),
+            *("Much above 20 %: too many updates a batch.", (0, 0.2)),
+        ),
     ),
     "The machinery": (
-        Watched("Engine gap", ("engine_gap", "start_gap"), "nats a token", "Sampler and trainer."),
-        Watched("Failed, skipped", ("failed", "skipped"), "a step", "See the log.", (0, 0)),
+        Watched(
+            *("Engine gap", ("engine_gap", "start_gap"), "nats a token"),
+            "Sampler to trainer; it stays low while the gap to the start grows.",
+        ),
+        Watched("Largest engine gap", ("engine_gap_max",), "nats", "Of a single token."),
+        Watched(
+            *("Failed and skipped", ("failed", "skipped"), "a step"),
+            *("Rollouts without a reward; updates that were not finite.", (0, 0)),
+        ),
     ),
 }
 
@@ -86,6 +103,7 @@ class Log:
     bands: dict[int, list[int]] = field(default_factory=dict)  # step → rollouts of each band
     labels: tuple[str, ...] = RANKS
     rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # of each prompt
+    prompts: dict[str, dict] = field(default_factory=dict)  # id → conversation, question, golds
 
     @property
     def steps(self) -> int:
@@ -147,13 +165,13 @@ def groups(path: str) -> list[dict]:
     return list(found.values())
 
 
-def packed(log: Log, prompts: dict[str, dict]) -> Iterator[tuple[int, str]]:
+def packed(log: Log) -> Iterator[tuple[int, str]]:
     """(step, its rollouts as page.html unpacks them); fills in what the log knows of them."""
     for step, path in step_files(log.folder).items():
         counts = log.bands[step] = [0] * len(RANKS)
         parts = groups(path)
         for group in parts:
-            group |= {"prompt": prompts.get(group["id"])}
+            group |= {"prompt": log.prompts.get(group["id"])}
             rewards = [r["reward"] for r in group["rows"] if type(r.get("reward")) in (int, float)]
             if rewards:
                 seen = log.rewards.setdefault(group["id"], [])
@@ -210,8 +228,8 @@ def is_share(key: str) -> bool:
 
 
 def tenth(points: plots.Points, last: bool = False) -> list[float]:
-    """The values of the first, or the last, tenth of the steps."""
-    n = max(1, len(points) // 10)
+    """The values of the first, or the last, tenth of the steps: of four where these are few."""
+    n = max(1, len(points) // 10, min(4, len(points) // 2))
     return [y for _, y in (points[-n:] if last else points[:n])]
 
 
@@ -243,19 +261,20 @@ def worked(log: Log) -> str:
         value = GOALS[goal](y for _, y in points)
         step = next(x for x, y in points if y == value)
         name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
-        last = f"best at step {step}; last, at step {points[-1][0]}: {number(points[-1][1], share)}"
-        once = len(points) == 1
+        once, end = len(points) == 1, points[-1]
+        note = f"best at step {step}; {number(end[1], share)} at the last, {end[0]}"
+        note = "a single validation" if once else note if end[0] != step else f"best at the last step, {step}"
         start = "" if once else number(points[0][1], share)
-        tiles.append(tile(name, start, number(value, share), "one validation" if once else last))
+        tiles.append(tile(name, start, number(value, share), note))
         line = [Series(goal, points, dots=True)]
         best = None if once else (step, value)
         pictures.append(plots.curves(f"{name}, greedy", line, share, best=best))
     if reward := log.series.get("reward"):
         log.shown.add("reward")
         (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
-        note = f"first against last tenth of {len(reward)} steps"
-        if len(reward) >= 20:
-            note += f"; difference {b - a:+.2f} ± {1.96 * (e * e + f * f) ** 0.5:.2f} (95 %)"
+        n, error = len(tenth(reward)), 1.96 * math.hypot(e, f)
+        note = f"the first and the last {n} of {len(reward)} steps"
+        note += f": {b - a:+.2f} ± {error:.2f} (95 %)" * (n > 3)
         once = len(reward) == 1
         tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
         pictures.append(plots.trend("Reward", reward, "mean of the rollouts"))
@@ -288,19 +307,24 @@ def changed(log: Log) -> str:
     ):
         if picture := draw(log, title, keys):
             parts.append(picture.figure())
-    followed = "".join(followed_section(log, *case) for case in choose_followed(log))
+    cases = reversed(choose_followed(log).items())
+    followed = "".join(followed_section(log, words, name) for name, words in cases)
+    if followed:
+        followed = f"<h3>Prompts followed through the steps</h3>{followed}"
     return f"<div class=grid>{''.join(parts)}</div>{followed}" if parts or followed else ""
 
 
-def choose_followed(log: Log) -> list[tuple[str, str]]:
-    """(what is special, id) of prompts that came up most often: most gained, typical, most lost."""
+def choose_followed(log: Log) -> dict[str, str]:
+    """Id → what is special, of three prompts that came up often: by reward, last against first."""
     most = max(map(len, log.rewards.values()), default=0)
-    often = [name for name, seen in log.rewards.items() if len(seen) >= max(2, most - 1)]
-    often.sort(key=lambda name: log.rewards[name][-1][1] - log.rewards[name][0][1])
+    often = [name for name, seen in log.rewards.items() if len(seen) >= max(2, most / 2)]
+    often.sort(key=lambda name: log.rewards[name][0][1] - log.rewards[name][-1][1])
     if not often:
-        return []
-    picked = {often[-1]: "gained most", often[len(often) // 2]: "is typical", often[0]: "lost most"}
-    return [(words, name) for name, words in dict(reversed(picked.items())).items()][::-1]
+        return {}
+    typical, lost = often[len(often) // 2], often[-1]
+    return {typical: "a typical one", lost: "the one that lost most"} | {
+        often[0]: "the one that gained most"
+    }
 
 
 def appearances(log: Log, name: str) -> dict[int, list[dict]]:
@@ -314,7 +338,7 @@ def appearances(log: Log, name: str) -> dict[int, list[dict]]:
 
 def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
     """A dot for every response: its place by rank, or by F1, over the steps."""
-    names = [(0, "1"), (-1, "3"), (-2, "10"), (-3, "100"), (-4, "none"), (-5, "form")]
+    names = [(0, "1"), (-1, "2–3"), (-2, "4–10"), (-3, "–100"), (-4, "none"), (-5, "form")]
     if any("f1" in row for rows in found.values() for row in rows):
         names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
     dots = [
@@ -333,22 +357,26 @@ def wording(row: dict) -> str:
 
 def followed_section(log: Log, words: str, name: str) -> str:
     """One prompt through the steps: its dots, and the middle one of the responses each time."""
-    found = appearances(log, name)
+    found, prompt = appearances(log, name), log.prompts.get(name, {})
     lines = []
     for step, rows in found.items():
         row = rows[len(rows) // 2]
-        label = "" if row["band"] is None else log.labels[row["band"]]
-        chip = f"<span class='chip b{row['band']}'>{label}</span>" if label else ""
-        quote = html.escape(wording(row))
-        lines.append(f"<li value={step}>{chip} <q dir=auto>{quote}</q></li>")
-    kept = lines[:: max(1, len(lines) // 8)]
-    kept += lines[-1:] if kept[-1] is not lines[-1] else []
+        chip = ""
+        if row["band"] is not None:
+            label = f"rank {row['rank']}" if row.get("rank") else log.labels[row["band"]]
+            chip = f'<span class="chip b{row["band"]}">{label}</span>'
+        lines.append(f"<li value={step}>{chip} <q dir=auto>{html.escape(wording(row))}</q></li>")
+    every = max(1, math.ceil(len(lines) / 10))
+    kept = lines[:-1:every] + lines[-1:]
+    said = [f"{question} — {answer}" for question, answer in prompt.get("context", ())]
+    asked = "".join(f"<p class=quiet dir=auto>{html.escape(line)}</p>" for line in said)
+    title = html.escape(str(prompt.get("question") or name))
     picture = followed_picture(found, "All its responses")
     return (
-        f"<details class=followed{' open' * (words == 'gained most')}><summary>The prompt that "
-        f"{words}: <b dir=auto data-prompt='{html.escape(name)}'>{html.escape(name)}</b></summary>"
-        f"<div class=grid>{picture.figure()}<div><p>The middle one of its responses, by reward, "
-        f"at step</p><ol>{''.join(kept)}</ol></div></div></details>"
+        f"<details{' open' * words.endswith('gained most')}><summary>{words}: <b dir=auto>{title}"
+        f"</b></summary><div class=grid><div>{asked}{picture.figure()}</div><div><p>What the "
+        f"middle one of its responses said, at step</p><ol>{''.join(kept)}</ol></div></div>"
+        "</details>"
     )
 
 
@@ -361,7 +389,7 @@ def healthy(log: Log) -> str:
             keys = tuple(key for key in w.figures if log.series.get(key))
             moving = [key for key in keys if len({y for _, y in log.series[key]}) > 1]
             if not moving:
-                still += [f"{key} is always {number(log.series[key][0][1])}" for key in keys]
+                still += [f"{key} {number(log.series[key][0][1])}" for key in keys]
                 log.shown.update(keys)
                 continue
             now = statistics.fmean(tenth(log.series[moving[0]], last=True))
@@ -369,7 +397,7 @@ def healthy(log: Log) -> str:
             figures.append(draw(log, w.title, keys, w.unit).figure(w.note, alarm))
         if figures:
             parts.append(f"<h3>{heading}</h3><div class=grid>{''.join(figures)}</div>")
-    constant = f"<p>{html.escape('; '.join(still))}.</p>" if still else ""
+    constant = f"<p>Always the same: {html.escape(', '.join(still))}.</p>" if still else ""
     return "".join(parts) + constant
 
 
@@ -437,7 +465,8 @@ def heading(log: Log) -> str:
 def run_page(folder: str, title: str = "") -> str:
     """Write report.html into a run's folder; its path. DataError: no step is logged yet."""
     log = read_log(folder)
-    chunks = dict(packed(log, read_prompts(log.config) if step_files(folder) else {}))
+    log.prompts = read_prompts(log.config) if step_files(folder) else {}
+    chunks = dict(packed(log))
     sections = {
         "Did it work?": worked(log),
         "What changed?": changed(log),
