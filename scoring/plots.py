@@ -16,7 +16,7 @@ from typing import Sequence
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT = 400, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 390, 8, 164
+LEFT, RIGHT, TOP, BOTTOM = 52, 390, 20, 164
 POINTS = 300  # a curve of more is shown by means of neighbours
 Points = list[tuple[float, float]]
 
@@ -205,9 +205,8 @@ def curves(
         x, y = frame.x(best[0]), frame.y(best[1])
         end, dx = ("end", -9) if x > (LEFT + RIGHT) / 2 else ("", 9)
         label = f"best: {number(best[1], percent)} at step {best[0]:g}"
-        below = y + 18 if y < TOP + 20 else y - 8
         parts.append(f'<circle class="best s0" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
-        parts.append(text(x + dx, below, label, end))
+        parts.append(text(x + dx, y - 9, label, end))
     key = [(f"f{i}", s.name) for i, s, _ in shown] if len(shown) > 1 else []
     values = frame.values({s.name: points for _, s, points in shown}, percent)
     return Picture(title, "".join(parts), unit, key, values)
@@ -257,7 +256,8 @@ def stack(
     columns = thinned(list(zip(steps, *layers.values())))
     steps, *values = zip(*columns)
     heights = sorted(map(sum, zip(*values)))
-    high = 1.0 if percent else min(heights[-1], 2.5 * heights[len(heights) // 2]) or 1.0
+    common = heights[int(0.95 * (len(heights) - 1))]
+    high = 1.0 if percent else min(heights[-1], 1.2 * common) or 1.0
     frame = Frame([steps[0] - 0.5, steps[-1] + 0.5], [0.0, high], percent)
     edges = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
     edges = [steps[0] - 0.5, *edges, steps[-1] + 0.5]

@@ -263,17 +263,18 @@ def worked(log: Log) -> str:
         name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
         once, end = len(points) == 1, points[-1]
         note = f"best at step {step}; {number(end[1], share)} at the last, {end[0]}"
-        note = "a single validation" if once else note if end[0] != step else f"best at the last step, {step}"
+        if step == points[0][0]:
+            note = "a single validation" if once else f"no better than at first; {note}"
         start = "" if once else number(points[0][1], share)
         tiles.append(tile(name, start, number(value, share), note))
         line = [Series(goal, points, dots=True)]
         best = None if once else (step, value)
-        pictures.append(plots.curves(f"{name}, greedy", line, share, best=best))
+        pictures.append(plots.curves(name, line, share, best=best))
     if reward := log.series.get("reward"):
         log.shown.add("reward")
         (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
         n, error = len(tenth(reward)), 1.96 * math.hypot(e, f)
-        note = f"the first and the last {n} of {len(reward)} steps"
+        note = f"mean of the first and of the last {n} of {len(reward)} steps"
         note += f": {b - a:+.2f} ± {error:.2f} (95 %)" * (n > 3)
         once = len(reward) == 1
         tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
@@ -283,7 +284,7 @@ def worked(log: Log) -> str:
             a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
             tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
     if "loss" in log.series and "reward" not in log.series:
-        pictures.append(draw(log, "Loss", ("loss", "heldout_loss"), "nats a token"))
+        pictures.append(draw(log, "Loss", ("loss",), "nats a token"))
         pictures.append(draw(log, "Accuracy", ("heldout_accuracy",), "of target tokens"))
     pictures.append(draw(log, "Responses in form", ("format_rate", "dev_format_rate")))
     shown = "".join(picture.figure() for picture in pictures if picture)
@@ -442,8 +443,8 @@ def others(log: Log) -> str:
 def heading(log: Log) -> str:
     """What was trained, and how far it has come."""
     c = log.config
-    size = [f"{c.get('prompts_per_step')} prompts × {c['group_size']}"] * ("group_size" in c)
-    facts = [f"task {c['task']}"] * ("task" in c) + [str(c.get("model", ""))] + size
+    size = f"{c.get('prompts_per_step')} prompts × {c.get('group_size')} responses a step"
+    facts = [c.get("task", ""), c.get("model", ""), size * ("group_size" in c)]
     try:
         note = read_json(os.path.join(log.folder, "exit.json")) or {}
     except DataError:
@@ -455,7 +456,7 @@ def heading(log: Log) -> str:
     else:
         state = "no end is recorded: it is running, or was killed"
     planned = f" of {c['steps']}" if c.get("steps") else ""
-    line = "; ".join([*filter(None, facts), f"{log.steps}{planned} steps", state])
+    line = "; ".join([*map(str, filter(None, facts)), f"{log.steps}{planned} steps", state])
     return f"<p>{html.escape(line)}</p>"
 
 
