@@ -141,7 +141,7 @@ class Frame:
             low, high = (low - 0.5 * abs(low), high + 0.5 * abs(high)) if high else (0.0, 1.0)
         marks = ticks(low, high)
         self.marks = list(names) or [(mark, number(mark, percent)) for mark in marks]
-        self.y0, self.y1 = (low, high) if names else (marks[0], marks[-1])
+        self.y0, self.y1 = (low - 0.6, high) if names else (marks[0], marks[-1])
 
     def x(self, value: float) -> float:
         if self.x1 == self.x0:
@@ -161,8 +161,8 @@ class Frame:
         whole = ticks(self.x0, self.x1, 5) if self.x1 > self.x0 else [self.x0]
         for mark in whole:
             if self.x0 <= mark <= self.x1 and mark == round(mark):
-                parts.append(text(self.x(mark), BOTTOM + 16, f"{mark:g}", "soft mid"))
-        parts.append(text(LEFT - 5, BOTTOM + 16, "step", "soft end"))
+                parts.append(text(self.x(mark), BOTTOM + 18, f"{mark:g}", "soft mid"))
+        parts.append(text(LEFT - 5, BOTTOM + 18, "step", "soft end"))
         return "".join(parts)
 
     def values(self, series: dict[str, Points], percent: bool) -> dict:
@@ -282,7 +282,8 @@ def dots(
     title: str, points: Sequence[tuple[float, float, int]], names: list[tuple[float, str]]
 ) -> Picture:
     """A dot for every (step, height, band), equal ones side by side; `names` of the heights."""
-    frame = Frame([p[0] for p in points], [y for y, _ in names], names=names)
+    first, last = min(p[0] for p in points), max(p[0] for p in points)
+    frame = Frame([first - 0.5, last + 0.5], [y for y, _ in names], names=names)
     steps = sorted({p[0] for p in points})
     room = min((b - a for a, b in zip(steps, steps[1:])), default=1) / max(1, frame.x1 - frame.x0)
     gap = min(7.0, (RIGHT - LEFT) * room / 9)
@@ -291,9 +292,8 @@ def dots(
     for x, y, band in points:
         n = placed[x, y] = placed.get((x, y), -1) + 1
         shift = gap * ((n + 1) // 2) * (1 if n % 2 else -1)
-        parts.append(
-            f'<circle class="dot b{band}" cx="{frame.x(x) + shift:.1f}" cy="{frame.y(y):.1f}" r="4"/>'
-        )
+        place = f'cx="{frame.x(x) + shift:.1f}" cy="{frame.y(y):.1f}"'
+        parts.append(f'<circle class="dot b{band}" {place} r="4"/>')
     return Picture(title, "".join(parts))
 
 

@@ -40,57 +40,6 @@ INSIDE = {"seconds_search"}  # a part of sampling
 
 
 @dataclass
-class Watched:
-    """Curves of one picture, and what to watch: `sound` is where the last tenth's mean belongs."""
-
-    title: str
-    figures: tuple[str, ...]
-    unit: str
-    note: str
-    sound: tuple[float, float] = (-math.inf, math.inf)
-
-
-LENGTHS = ("response_tokens", "model_tokens")
-HEALTH = {
-    "The policy": (
-        Watched("KL to the start", ("kl",), "nats a token", "A run stops itself above 2.", (0, 1)),
-        Watched("Entropy", ("entropy",), "nats a token", "At 0 nothing new is tried.", (0.01, 9)),
-        Watched("Gradient norm", ("grad_norm",), "unscaled", "A steady rise asks for a lower lr."),
-    ),
-    "The responses": (
-        Watched("Length", LENGTHS, "tokens", "Growth that earns no reward is padding."),
-        Watched(
-            *("Cut by the limit", ("length_stops",), "share of responses"),
-            *("Above 5 % raise max_response_tokens.", (0, 0.05)),
-        ),
-        Watched("Words of a rewrite", ("rewrite_words",), "", "Long ones may quote, not rewrite."),
-    ),
-    "The signal": (
-        Watched(
-            *("Flat groups", ("flat_groups",), "share of groups"),
-            *("Equal rewards teach nothing; near 100 % learning has ended.", (0, 0.9)),
-        ),
-        Watched("Spread of rewards", ("reward_std",), "deviation", "Near 0 all earn the same."),
-        Watched(
-            *("Clipped", ("clipped",), "share of tokens"),
-            *("Much above 20 %: too many updates a batch.", (0, 0.2)),
-        ),
-    ),
-    "The machinery": (
-        Watched(
-            *("Engine gap", ("engine_gap", "start_gap"), "nats a token"),
-            "Sampler to trainer; it stays low while the gap to the start grows.",
-        ),
-        Watched("Largest engine gap", ("engine_gap_max",), "nats", "Of a single token."),
-        Watched(
-            *("Failed and skipped", ("failed", "skipped"), "a step"),
-            *("Rollouts without a reward; updates that were not finite.", (0, 0)),
-        ),
-    ),
-}
-
-
-@dataclass
 class Log:
     """What a run's folder holds, read once."""
 
@@ -233,27 +182,38 @@ def tenth(points: plots.Points, last: bool = False) -> list[float]:
     return [y for _, y in (points[-n:] if last else points[:n])]
 
 
-def draw(log: Log, title: str, keys: tuple[str, ...], unit: str = "") -> Picture | None:
-    """Curves of the figures that the log has; None without any."""
-    there = [key for key in keys if log.series.get(key)]
-    log.shown.update(there)
-    series = [Series(key, log.series[key], dots=key.startswith("dev_")) for key in there]
-    return curves_or_none(title, series, unit)
-
-
-def curves_or_none(title: str, series: list[Series], unit: str) -> Picture | None:
-    share = bool(series) and all(is_share(s.name) for s in series)
-    return plots.curves(title, series, share, unit) if series else None
+def pictures(log: Log, section: str) -> tuple[str, str]:
+    """The figures that watched.yaml has for a section; in a sentence those that never move."""
+    parts, still = [], []
+    for heading, items in yaml.safe_load(plots.asset("watched.yaml"))[section].items():
+        shown = []
+        for item in items:
+            there = {key: log.series[key] for key in item["figures"] if key in log.series}
+            log.shown.update(there)
+            if all(len({y for _, y in points}) == 1 for points in there.values()):
+                still += [f"{key} {number(points[0][1])}" for key, points in there.items()]
+                continue
+            series = [Series(k, points, k.startswith("dev_")) for k, points in there.items()]
+            share = all(map(is_share, there))
+            picture = plots.curves(item["title"], series, share, item.get("unit", ""))
+            now = statistics.fmean(tenth(series[0].points, last=True))
+            low, high = item.get("sound", (-math.inf, math.inf))
+            shown.append(picture.figure(item.get("note", ""), not low <= now <= high))
+        heading = f"<h3>{heading}</h3>" if heading else ""
+        parts.append(f"{heading}<div class=grid>{''.join(shown)}</div>" if shown else "")
+    constant = f"<p>Always the same: {html.escape(', '.join(still))}.</p>" if still else ""
+    return "".join(parts), constant
 
 
 def tile(name: str, start: str, end: str, note: str) -> str:
     change = f"<span>{start} →</span> {end}" if start else end
-    return f"<div class=tile><h3>{name}</h3><p class=large>{change}</p><p>{html.escape(note)}</p></div>"
+    large = f"<h3>{name}</h3><p class=large>{change}</p>"
+    return f"<div class=tile>{large}<p>{html.escape(note)}</p></div>"
 
 
 def worked(log: Log) -> str:
     """The figures that say whether it worked, in large, and their curves."""
-    tiles, pictures = [], []
+    tiles, drawn = [], []
     goal = next((key for key in GOALS if key in log.series), None)
     if goal:
         points, share = log.series[goal], is_share(goal)
@@ -269,7 +229,7 @@ def worked(log: Log) -> str:
         tiles.append(tile(name, start, number(value, share), note))
         line = [Series(goal, points, dots=True)]
         best = None if once else (step, value)
-        pictures.append(plots.curves(name, line, share, best=best))
+        drawn.append(plots.curves(name, line, share, best=best))
     if reward := log.series.get("reward"):
         log.shown.add("reward")
         (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
@@ -278,17 +238,19 @@ def worked(log: Log) -> str:
         note += f": {b - a:+.2f} ± {error:.2f} (95 %)" * (n > 3)
         once = len(reward) == 1
         tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
-        pictures.append(plots.trend("Reward", reward, "mean of the rollouts"))
-    for key, name in (("format_rate", "format rate"), ("hit@1", "at rank 1"), ("em", "exact match")):
+        drawn.append(plots.trend("Reward", reward, "mean of the rollouts"))
+    for key, name in (
+        ("format_rate", "format rate"),
+        ("hit@1", "at rank 1"),
+        ("em", "exact match"),
+    ):
         if points := log.series.get(key):
             a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
             tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
-    if "loss" in log.series and "reward" not in log.series:
-        pictures.append(draw(log, "Loss", ("loss",), "nats a token"))
-        pictures.append(draw(log, "Accuracy", ("heldout_accuracy",), "of target tokens"))
-    pictures.append(draw(log, "Responses in form", ("format_rate", "dev_format_rate")))
-    shown = "".join(picture.figure() for picture in pictures if picture)
-    return f"<div class=tiles>{''.join(tiles)}</div><div class=grid>{shown}</div>"
+    figures = "".join(picture.figure() for picture in drawn)
+    more, still = pictures(log, "Did it work?")
+    tiles = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
+    return f"{tiles}<div class=grid>{figures}</div>{more}{still}"
 
 
 def changed(log: Log) -> str:
@@ -300,19 +262,13 @@ def changed(log: Log) -> str:
         title = "Ranks of the gold passage" if log.labels is RANKS else "Scores of the answers"
         picture = plots.stack(title, steps, layers, True, "b", "share of the rollouts")
         parts.append(picture.figure("From good, at the bottom, to bad."))
-    for title, keys in (
-        ("Found", ("hit@1", "hit@10", "hit@100")),
-        ("Answers", ("em", "f1", "gold_recall", "all_gold")),
-        ("Searches and rounds", ("searches", "rounds", "notes")),
-        ("How episodes end", ("end_answered", "end_no_answer", "end_length", "end_rounds")),
-    ):
-        if picture := draw(log, title, keys):
-            parts.append(picture.figure())
+    more, still = pictures(log, "What changed?")
     cases = reversed(choose_followed(log).items())
     followed = "".join(followed_section(log, words, name) for name, words in cases)
     if followed:
         followed = f"<h3>Prompts followed through the steps</h3>{followed}"
-    return f"<div class=grid>{''.join(parts)}</div>{followed}" if parts or followed else ""
+    shares = f"<div class=grid>{''.join(parts)}</div>" if parts else ""
+    return f"{shares}{more}{still}{followed}"
 
 
 def choose_followed(log: Log) -> dict[str, str]:
@@ -381,27 +337,6 @@ def followed_section(log: Log, words: str, name: str) -> str:
     )
 
 
-def healthy(log: Log) -> str:
-    """Curves by subject, with what to watch; those that never move in a sentence."""
-    parts, still = [], []
-    for heading, pictures in HEALTH.items():
-        figures = []
-        for w in pictures:
-            keys = tuple(key for key in w.figures if log.series.get(key))
-            moving = [key for key in keys if len({y for _, y in log.series[key]}) > 1]
-            if not moving:
-                still += [f"{key} {number(log.series[key][0][1])}" for key in keys]
-                log.shown.update(keys)
-                continue
-            now = statistics.fmean(tenth(log.series[moving[0]], last=True))
-            alarm = not w.sound[0] <= now <= w.sound[1]
-            figures.append(draw(log, w.title, keys, w.unit).figure(w.note, alarm))
-        if figures:
-            parts.append(f"<h3>{heading}</h3><div class=grid>{''.join(figures)}</div>")
-    constant = f"<p>Always the same: {html.escape(', '.join(still))}.</p>" if still else ""
-    return "".join(parts) + constant
-
-
 def timing(log: Log) -> str:
     """The phases of a step, stacked, and what each takes in all."""
     names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
@@ -435,9 +370,11 @@ def clock(seconds: float) -> str:
 
 def others(log: Log) -> str:
     """Curves of all figures that nothing above has shown, folded away."""
-    pictures = [draw(log, key, (key,)) for key in log.series if key not in log.shown]
-    figures = "".join(picture.figure() for picture in pictures if picture)
-    return f"<details><summary>All other figures</summary><div class=grid>{figures}</div></details>"
+    names = [key for key in log.series if key not in log.shown]
+    drawn = (plots.curves(k, [Series(k, log.series[k])], is_share(k)) for k in names)
+    figures = "".join(picture.figure() for picture in drawn)
+    folded = "<details><summary>All other figures</summary><div class=grid>"
+    return f"{folded}{figures}</div></details>" if names else ""
 
 
 def heading(log: Log) -> str:
@@ -471,7 +408,7 @@ def run_page(folder: str, title: str = "") -> str:
     sections = {
         "Did it work?": worked(log),
         "What changed?": changed(log),
-        "Is it healthy?": healthy(log),
+        "Is it healthy?": "".join(pictures(log, "Is it healthy?")),
         "Where does the time go?": timing(log),
         "The rollouts": plots.asset("browser.html") if chunks else "",
     }

@@ -117,10 +117,15 @@ def html_table(markdown: str) -> str:
 def tables_page(title: str, text: str, rows: dict[str, dict]) -> str:
     """An HTML page: metrics and groups of the systems as dots with intervals, then the tables of
     `text`. Of many systems the groups show the first and the last ones."""
-    shown = [name for name in ("mrr", "ndcg@3", "recall@10", "f1", "em") if all(name in row for row in rows.values())]
+    shown = [
+        name
+        for name in ("mrr", "ndcg@3", "recall@10", "f1", "em")
+        if all(name in row for row in rows.values())
+    ]
     pictures = [
         plots.intervals(
-            NAMES[name], [(title, [(row[name], row["ci"].get(name))]) for title, row in rows.items()]
+            NAMES[name],
+            [(title, [(row[name], row["ci"].get(name))]) for title, row in rows.items()],
         )
         for name in shown
     ]
@@ -130,14 +135,14 @@ def tables_page(title: str, text: str, rows: dict[str, dict]) -> str:
             (f"{label} ({group['queries']})", [rows[s]["groups"][kind][label] for s in few])
             for label, group in labels.items()
         ]
-        cells = [
-            (label, [(g[shown[0]], g["ci"].get(shown[0])) for g in of]) for label, of in parts
-        ]
+        cells = [(label, [(g[shown[0]], g["ci"].get(shown[0])) for g in of]) for label, of in parts]
         pictures.append(plots.intervals(f"{NAMES[shown[0]]} by {KINDS[kind]}", cells, few))
     figures = "".join(picture.figure() for picture in pictures)
     lines = [
         html_table(part) if part.startswith("|") else f"<p>{html.escape(part)}</p>"
         for part in text.split("\n\n")
     ]
-    note = "<p>Percent, with 95 % intervals: two systems whose bars overlap may still differ; see the paired tests.</p>"
-    return plots.page(title, f"{note}<div class=grid>{figures}</div><h2>Tables</h2>{''.join(lines)}")
+    note = "<p>Percent with 95 % intervals; where bars overlap, the paired tests below decide.</p>"
+    return plots.page(
+        title, f"{note}<div class=grid>{figures}</div><h2>Tables</h2>{''.join(lines)}"
+    )
