@@ -182,11 +182,12 @@ def tenth(points: plots.Points, last: bool = False) -> list[float]:
     return [y for _, y in (points[-n:] if last else points[:n])]
 
 
-def pictures(log: Log, section: str) -> tuple[str, str]:
-    """The figures that watched.yaml has for a section; in a sentence those that never move."""
+def pictures(log: Log, section: str, first: str = "") -> str:
+    """The figures that watched.yaml has for a section, behind those of `first`; in a sentence
+    what never moves."""
     parts, still = [], []
     for heading, items in yaml.safe_load(plots.asset("watched.yaml"))[section].items():
-        shown = []
+        shown, first = [first] * bool(first), ""
         for item in items:
             there = {key: log.series[key] for key in item["figures"] if key in log.series}
             log.shown.update(there)
@@ -201,8 +202,9 @@ def pictures(log: Log, section: str) -> tuple[str, str]:
             shown.append(picture.figure(item.get("note", ""), not low <= now <= high))
         heading = f"<h3>{heading}</h3>" if heading else ""
         parts.append(f"{heading}<div class=grid>{''.join(shown)}</div>" if shown else "")
-    constant = f"<p>Always the same: {html.escape(', '.join(still))}.</p>" if still else ""
-    return "".join(parts), constant
+    if still:
+        parts.append(f"<p>Always the same: {html.escape(', '.join(still))}.</p>")
+    return "".join(parts)
 
 
 def tile(name: str, start: str, end: str, note: str) -> str:
@@ -222,7 +224,8 @@ def worked(log: Log) -> str:
         step = next(x for x, y in points if y == value)
         name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
         once, end = len(points) == 1, points[-1]
-        note = f"best at step {step}; {number(end[1], share)} at the last, {end[0]}"
+        last = f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > step else ", the last"
+        note = f"best at step {step}{last}"
         if step == points[0][0]:
             note = "a single validation" if once else f"no better than at first; {note}"
         start = "" if once else number(points[0][1], share)
@@ -248,27 +251,24 @@ def worked(log: Log) -> str:
             a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
             tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
     figures = "".join(picture.figure() for picture in drawn)
-    more, still = pictures(log, "Did it work?")
     tiles = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
-    return f"{tiles}<div class=grid>{figures}</div>{more}{still}"
+    return tiles + pictures(log, "Did it work?", figures)
 
 
 def changed(log: Log) -> str:
     """What became of the responses, over steps, and of prompts that came up again."""
-    parts = []
+    shares = ""
     if steps := [step for step, counts in log.bands.items() if any(counts)]:
-        shares = [[n / sum(log.bands[step]) for n in log.bands[step]] for step in steps]
-        layers = {label: column for label, column in zip(log.labels, zip(*shares))}
+        parts = [[n / sum(log.bands[step]) for n in log.bands[step]] for step in steps]
+        layers = dict(zip(log.labels, zip(*parts)))
         title = "Ranks of the gold passage" if log.labels is RANKS else "Scores of the answers"
         picture = plots.stack(title, steps, layers, True, "b", "share of the rollouts")
-        parts.append(picture.figure("From good, at the bottom, to bad."))
-    more, still = pictures(log, "What changed?")
+        shares = picture.figure("From good, at the bottom, to bad.")
     cases = reversed(choose_followed(log).items())
     followed = "".join(followed_section(log, words, name) for name, words in cases)
     if followed:
         followed = f"<h3>Prompts followed through the steps</h3>{followed}"
-    shares = f"<div class=grid>{''.join(parts)}</div>" if parts else ""
-    return f"{shares}{more}{still}{followed}"
+    return pictures(log, "What changed?", shares) + followed
 
 
 def choose_followed(log: Log) -> dict[str, str]:
@@ -408,7 +408,7 @@ def run_page(folder: str, title: str = "") -> str:
     sections = {
         "Did it work?": worked(log),
         "What changed?": changed(log),
-        "Is it healthy?": "".join(pictures(log, "Is it healthy?")),
+        "Is it healthy?": pictures(log, "Is it healthy?"),
         "Where does the time go?": timing(log),
         "The rollouts": plots.asset("browser.html") if chunks else "",
     }
