@@ -1,7 +1,7 @@
 """The README's pictures, docs/learning.svg and docs/followed.svg, from committed figures.
 
-python bench/pictures.py          draws them again from bench/results/long_run_demo/
-python bench/pictures.py RUN      takes the prompt that gained most from a run's folder first (followed.json)
+python bench/pictures.py          draws them again, from bench/results/long_run_demo/metrics.jsonl and bench/results/followed.json
+python bench/pictures.py RUN      first takes the prompt that gained most from a run's folder into followed.json
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ sys.path.insert(0, ROOT)
 from runs import read_metrics, write_json  # noqa: E402
 from scoring import plots, run_page  # noqa: E402
 
-RESULTS = os.path.join(ROOT, "bench", "results", "long_run_demo")
-FOLLOWED = os.path.join(RESULTS, "followed.json")
+METRICS = os.path.join(ROOT, "bench", "results", "long_run_demo", "metrics.jsonl")
+FOLLOWED = os.path.join(ROOT, "bench", "results", "followed.json")
 SHOWN = 7  # lines of text
 
 
 def learning() -> str:
-    rows = read_metrics(os.path.join(RESULTS, "metrics.jsonl"))
+    rows = read_metrics(METRICS)
     reward = [(row["step"], row["reward"]) for row in rows if "reward" in row]
     dev = [(row["step"], row["dev_mrr"]) for row in rows if "dev_mrr" in row]
     best = max(dev, key=lambda point: point[1])
@@ -51,7 +51,9 @@ def take(folder: str) -> None:
         for step, rows in run_page.appearances(log, name).items()
     }
     prompt = {k: v for k, v in log.prompts.get(name, {}).items() if k in ("context", "question")}
-    write_json(FOLLOWED, {"query_id": name, **prompt, "steps": log.steps, "responses": found})
+    size = {key: log.config.get(key) for key in ("prompts_per_step", "group_size", "lr")}
+    case = {"query_id": name, **prompt, "steps": log.steps, **size, "responses": found}
+    write_json(FOLLOWED, case)
 
 
 def quotes(found: dict[int, list[dict]], title: str) -> plots.Picture:

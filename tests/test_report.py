@@ -13,6 +13,7 @@ import statistics
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from test_trajectory_sft import agent_row, call, conversation  # noqa: F401  a fixture
@@ -24,6 +25,8 @@ from config import run as run_entry
 from episodes import trajectories
 from runs import write_jsonl
 from scoring import plots, run_page, tables
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def many(count=60, seed=0):
@@ -602,6 +605,17 @@ def test_rolling_mean_has_the_interval_of_its_window():
         pytest.approx(means[20][1] + 1.96 * error),
     )
     assert len(plots.thinned([(i, 2.0 * i) for i in range(10_000)])) <= plots.POINTS
+
+
+def test_pictures_of_the_readme_are_what_the_committed_figures_give(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import pictures
+
+    for name, draw in (("learning", pictures.learning), ("followed", pictures.followed)):
+        drawn = draw()
+        assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+        ElementTree.fromstring(drawn)
+        assert f"docs/{name}.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_page_of_tables():
