@@ -35,7 +35,7 @@ def learning() -> str:
     label = (
         f"Over {len(reward)} steps the reward rises from {reward[0][1]:.2f} to {reward[-1][1]:.2f}."
     )
-    return plots.standalone(pictures, label, columns=2)
+    return plots.standalone(pictures, label)
 
 
 def take(folder: str) -> None:

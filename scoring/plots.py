@@ -54,7 +54,7 @@ def thinned(points: Points) -> Points:
 
 @dataclass
 class Series:
-    """A curve: its points, perhaps single ones worth a dot, faint, or (x, low, high) around it."""
+    """A curve, perhaps with a dot at every point, faint, or with (x, low, high) around it."""
 
     name: str
     points: Points
@@ -82,6 +82,7 @@ class Picture:
             for colour, name in self.key
         )
         unit = f" <span class=unit>{html.escape(self.unit)}</span>" if self.unit else ""
+        note = "Look here. " * alarm + note
         values, output = "", f"<output>{html.escape(note)}</output>"
         if self.values:
             data = html.escape(json.dumps(self.values, separators=(",", ":")))
@@ -95,26 +96,22 @@ class Picture:
         )
 
 
-def standalone(pictures: Sequence[Picture], label: str, columns: int = 1) -> str:
-    """One SVG file of several pictures, with their titles and keys; `label` says what it shows."""
-    rows = [pictures[i : i + columns] for i in range(0, len(pictures), columns)]
-    parts, top = [], 0
-    for row in rows:
-        for column, picture in enumerate(row):
-            x = column * (WIDTH + 20)
-            parts.append(text(x + 6, top + 20, picture.title, "head"))
-            parts.append(text(x + WIDTH - 10, top + 20, picture.unit, "soft end"))
-            for i, (colour, name) in enumerate(picture.key):
-                left = x + 6 + 6 * i + sum(26 + 6.4 * len(n) for _, n in picture.key[:i])
-                parts.append(
-                    f'<rect class="{colour}" x="{left}" y="{top + 31}" width="10" height="10"/>'
-                )
-                parts.append(text(left + 15, top + 41, name, "soft"))
-            parts.append(f'<g transform="translate({x} {top + 48})">{picture.body}</g>')
-        top += 56 + max(picture.height for picture in row)
-    width = columns * (WIDTH + 20) - 20
+def standalone(pictures: Sequence[Picture], label: str) -> str:
+    """One SVG file of pictures side by side, with titles and keys; `label` says what it shows."""
+    parts = []
+    for n, picture in enumerate(pictures):
+        x = n * (WIDTH + 20)
+        parts.append(text(x + 6, 20, picture.title, "head"))
+        parts.append(text(x + WIDTH - 10, 20, picture.unit, "soft end"))
+        left = x + 6.0
+        for colour, name in picture.key:
+            parts.append(f'<rect class="{colour}" x="{left}" y="31" width="10" height="10"/>')
+            parts.append(text(left + 15, 41, name, "soft"))
+            left += 32 + 6.4 * len(name)
+        parts.append(f'<g transform="translate({x} 48)">{picture.body}</g>')
+    width, height = len(pictures) * (WIDTH + 20) - 20, 56 + max(p.height for p in pictures)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'role="img" aria-label="{html.escape(label)}"><style>{asset("plots.css")}</style>\n'
         + "\n".join(parts)
         + "\n</svg>\n"

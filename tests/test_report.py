@@ -421,6 +421,7 @@ def test_page_of_a_run(tmp_path):
     metrics = [{"step": 0, "dev_mrr": 0.1, "dev_format_rate": 1.0}]
     for i in range(1, 51):
         row = {"step": i, "reward": i / 10, "kl": i / 1000, "format_rate": 0.9, "clipped": 0.0}
+        row["flat_groups"] = i / 50  # ends where a reader should look
         row |= {"seconds_sample": 3.0, "seconds_update": 1.0, "note": "x<y", "odd figure": i}
         metrics.append(row | ({"dev_mrr": dev[i]} if i in dev else {}))
     rollouts = {
@@ -442,10 +443,12 @@ def test_page_of_a_run(tmp_path):
         "model: <x>",
         "best: 40 % at step 25",
         "no end is recorded",
+        "Look here. Equal rewards teach nothing",
     ):
         assert words in page.text, words
     for title in ("dev MRR", "Reward", "Ranks of the gold passage", "KL to the start"):
         assert title in page.figures()
+    assert page.text.count("Look here") == 1
     assert "odd figure" in page.figures()  # what the page does not know is drawn all the same
     assert not re.search(r"https?://(?!www\.w3\.org)", text) and text.count("{{") == 0
     assert not [a for _, a in page.tags if "src" in a or "href" in a]  # nothing to load
