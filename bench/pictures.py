@@ -82,9 +82,8 @@ def followed() -> str:
     title = "Rank of the gold passage, all responses"
     dots = run_page.followed_picture(found, title)
     said = quotes(found, f"“{case['question']}”, rewritten")
-    return plots.standalone(
-        [dots, said], f"The rewrites of {case['question']!r} over the steps.", 2
-    )
+    label = f"The rewrites of {case['question']!r} over the steps."
+    return plots.standalone([dots, said], label)
 
 
 if __name__ == "__main__":
