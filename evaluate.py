@@ -44,7 +44,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     score_run,
     write_run,
 )
-from scoring.tables import group_table, tables
+from scoring.tables import group_table, tables, tables_page
 from search.passages import RetrieverConfig
 
 
@@ -88,7 +88,7 @@ class EvaluateConfig:
     samples: Annotated[int, at_least(1)] = 10_000
     """bootstrap samples and sign flips"""
     out: str = ""
-    """folder for table.md, metrics.json (intervals, tests, groups), config, searched runs"""
+    """folder for report.html, table.md, metrics.json (intervals, tests, groups), searched runs"""
 
     def __post_init__(self):
         for name in ("answers", "run", "rewrites", "query", "sets"):
@@ -363,7 +363,7 @@ def compare(
     result = {"system": title} | row | {"ci_unit": unit}
     if len(rows) > 1:
         result |= {"baseline": titles[0], "systems": rows}
-    _write(cfg, "\n\n".join(parts), result)
+    _write(cfg, "\n\n".join(parts), result, rows)
     return result
 
 
@@ -389,12 +389,14 @@ def _paired(
     return out
 
 
-def _write(cfg: EvaluateConfig, table: str, result: dict) -> None:
-    """Print the table; write it and the result to `out`."""
+def _write(cfg: EvaluateConfig, table: str, result: dict, rows: dict[str, dict]) -> None:
+    """Print the table; write it, the result and their page to `out`."""
     print(table)
     if cfg.out:
         metrics = json.dumps(result, ensure_ascii=False, indent=1)
-        for name, text in {"table.md": table, "metrics.json": metrics}.items():
+        page = tables_page(os.path.basename(os.path.abspath(cfg.out)), table, rows)
+        files = {"table.md": table, "metrics.json": metrics, "report.html": page}
+        for name, text in files.items():
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
@@ -418,7 +420,7 @@ def cross(cfg: EvaluateConfig) -> dict:
         print()
     everything = {f"{title}, {name}": row for title in cells for name, row in cells[title].items()}
     rows = {title: _short(row) | {"ci": row["ci"]} for title, row in everything.items()}
-    _write(cfg, tables(rows, "."), {"cells": cells})
+    _write(cfg, tables(rows, "."), {"cells": cells}, rows)
     return {
         title: {
             system: {m: round(row[m], 4) for m in PRINTED} | {"queries": row["queries"]}

@@ -3,13 +3,12 @@
 `trajectories=FILE` (infer.py's): DeepSearch-RL's statistics as tables; `out` gets them as
 trajectory_stats.md and .json (`statistics` documents it), the successful rows that pass the
 filters as trajectory_success.jsonl, and as openai.jsonl or swift.jsonl for other trainers.
-`run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page that loads nothing: a curve
-of every figure in metrics.jsonl, the settings, and what the policy wrote first and last.
+`run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page to read and to browse the
+rollouts in (scoring/run_page.py).
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import statistics as stats
@@ -19,11 +18,12 @@ from typing import Annotated, Callable, Iterable, Literal, Sequence
 
 from config import ConfigError, at_least
 from config import run as run_entry
-from data import DataError, read_jsonl, read_lines, read_questions
+from data import DataError, read_jsonl, read_questions
 from episodes import trajectories
 from reward import ANSWER_METRICS
 from runs import atomic_write, claim_folder, write_jsonl
 from scoring.ranking import bootstrap_interval
+from scoring.run_page import run_page
 from scoring.tables import markdown_table
 
 
@@ -268,73 +268,6 @@ def report_trajectories(cfg: ReportConfig) -> dict:
     means |= {key: found[key]["all"]["mean"] for key in ("rounds", "tool_calls")}
     counts = {"total": found["total"], "success": found["success_count"], "kept": len(kept)}
     return {"out": folder, "files": [*texts, *outputs]} | counts | means
-
-
-# ------------------------------------------------------------------------------------- a run's page
-
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-figure{display:inline-block;margin:0 1rem 1rem 0}svg{border:1px solid #ddd}
-pre{background:#f5f5f5;padding:.7rem;white-space:pre-wrap;overflow-wrap:anywhere}"""
-
-
-def curve(name: str, points: list[tuple[int, float]]) -> str:
-    """An HTML figure of (step, value) points: a line in SVG with its range below."""
-    (first, _), (last, _), values = points[0], points[-1], [value for _, value in points]
-    low, high = min(values), max(values)
-    wide, tall = last - first or 1, high - low or 1
-    line = " ".join(
-        f"{340 * (x - first) / wide:.1f},{(high - y) / tall * 150:.1f}" for x, y in points
-    )
-    return (
-        f'<figure><svg viewBox="-5 -5 350 160" width="350"><polyline fill="none" stroke="#1b6ca8" '
-        f'points="{line}"/></svg><figcaption><b>{html.escape(name)}</b> from {low:.4g} to '
-        f"{high:.4g}, last {values[-1]:.4g}; steps {first} to {last}</figcaption></figure>"
-    )
-
-
-def _samples(folder: str, name: str) -> list[str]:
-    """HTML of three responses of a rollouts file: lowest, middle and highest reward."""
-    rows = [row for _, row in read_jsonl(os.path.join(folder, name))]
-    scored = sorted((r for r in rows if r.get("reward") is not None), key=lambda r: r["reward"])
-    parts = [f"<h2>Rollouts, {name.removesuffix('.jsonl').replace('_', ' ')}</h2>"]
-    picked = scored[:1] + scored[len(scored) // 2 :][:1] + scored[-1:]
-    for label, row in zip(("lowest", "middle", "highest"), picked):
-        rest = (f"{k} {v}" for k, v in row.items() if k != "response" and len(str(v)) < 40)
-        parts.append(f"<h3>{label} reward</h3><p>{html.escape(', '.join(rest))}</p>")
-        parts.append(f"<pre>{html.escape(str(row.get('response')))}</pre>")
-    return parts
-
-
-def run_page(folder: str, title: str = "") -> str:
-    """Write `report.html` into a run's folder; its path. DataError: no step is logged yet."""
-    path = os.path.join(folder, "metrics.jsonl")
-    rows = [row for _, row in read_jsonl(path) if isinstance(row.get("step"), int)]
-    if not rows:
-        raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key != "step" and type(value) in (int, float):
-                series.setdefault(key, []).append((row["step"], value))
-    title = html.escape(title or os.path.basename(os.path.abspath(folder)))
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
-        f"<style>{STYLE}</style><h1>{title}</h1><p>{rows[-1]['step']} steps.</p><h2>Curves</h2>",
-    ]
-    parts += [curve(name, points) for name, points in series.items()]
-    samples = os.path.join(folder, "rollouts")
-    names = sorted(os.listdir(samples)) if os.path.isdir(samples) else []
-    names = [name for name in names if name.endswith(".jsonl")]
-    for name in dict.fromkeys(names[:1] + names[-1:]):
-        parts += _samples(samples, name)
-    settings = os.path.join(folder, "config.yaml")
-    if os.path.exists(settings):
-        text = html.escape("\n".join(line for _, line in read_lines(settings)))
-        parts.append(f"<h2>Settings</h2><pre>{text}</pre>")
-    page = os.path.join(folder, "report.html")
-    with atomic_write(page) as f:
-        f.write("\n".join(parts) + "\n</html>\n")
-    return page
 
 
 # -------------------------------------------------------------------------------------- entry point

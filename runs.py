@@ -170,20 +170,25 @@ def claim_folder(out: str, tool: str) -> None:
         )
 
 
-def begin_metrics(path: str, last: int | None) -> list[dict]:
-    """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line.
-    The rows."""
+def read_metrics(path: str) -> list[dict]:
+    """The rows of a log, without a half-written line at its end."""
     rows = []
-    if last is not None and os.path.exists(path):
-        with open(path, "rb") as f:
-            whole = [line for line in f if line.endswith(b"\n")]
-        for number, line in enumerate(whole, 1):
-            row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
-            if not isinstance(row.get("step"), int):
-                raise DataError(
-                    f"{path}:{number}: the row has no step; mend the line or move the file away"
-                )
-            rows += [row] * (row["step"] <= last)
+    with open(path, "rb") as f:
+        whole = [line for line in f if line.endswith(b"\n")]
+    for number, line in enumerate(whole, 1):
+        row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
+        if not isinstance(row.get("step"), int):
+            raise DataError(
+                f"{path}:{number}: the row has no step; mend the line or move the file away"
+            )
+        rows.append(row)
+    return rows
+
+
+def begin_metrics(path: str, last: int | None) -> list[dict]:
+    """Keep a log's rows up to step `last` (None: the run begins anew); the rows."""
+    there = read_metrics(path) if last is not None and os.path.exists(path) else []
+    rows = [row for row in there if row["step"] <= last]
     write_jsonl(path, rows)
     return rows
 

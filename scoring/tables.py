@@ -1,7 +1,10 @@
-"""Tables in Markdown of scored systems: title → row, as evaluate.py's metrics.json holds them."""
+"""Tables and a page of scored systems: title → row, as evaluate.py's metrics.json holds them."""
 
 from __future__ import annotations
 
+import html
+
+from scoring import plots
 from scoring.ranking import METRICS, PRINTED
 
 # key → head of the columns of every table, in this order
@@ -98,3 +101,48 @@ def group_table(kind: str, rows: dict[str, dict], metric: str) -> str:
         for title, row in rows.items()
     ]
     return markdown_table([f"{NAMES[metric]} by {KINDS[kind]}", *labels], body)
+
+
+def html_table(markdown: str) -> str:
+    """A table of `markdown_table` in HTML."""
+    head, _, *rows = (line.strip("| ").split(" | ") for line in markdown.splitlines())
+    cells = "".join(f"<th scope=col>{html.escape(name)}" for name in head)
+    lines = [f"<tr>{cells}"]
+    for label, *values in rows:
+        cells = "".join(f"<td>{html.escape(value)}" for value in values)
+        lines.append(f"<tr><th scope=row>{html.escape(label)}{cells}")
+    return f"<div class=wide tabindex=0><table>{''.join(lines)}</table></div>"
+
+
+def tables_page(title: str, text: str, rows: dict[str, dict]) -> str:
+    """An HTML page: metrics and groups of the systems as dots with intervals, then the tables of
+    `text`. Of many systems the groups show the first and the last ones."""
+    shown = [
+        name
+        for name in ("mrr", "ndcg@3", "recall@10", "f1", "em")
+        if all(name in row for row in rows.values())
+    ]
+    pictures = [
+        plots.intervals(
+            NAMES[name],
+            [(title, [(row[name], row["ci"].get(name))]) for title, row in rows.items()],
+        )
+        for name in shown
+    ]
+    few = list(rows)[:1] + list(rows)[1:][-4:]
+    for kind, labels in next(iter(rows.values())).get("groups", {}).items():
+        parts = [
+            (f"{label} ({group['queries']})", [rows[s]["groups"][kind][label] for s in few])
+            for label, group in labels.items()
+        ]
+        cells = [(label, [(g[shown[0]], g["ci"].get(shown[0])) for g in of]) for label, of in parts]
+        pictures.append(plots.intervals(f"{NAMES[shown[0]]} by {KINDS[kind]}", cells, few))
+    figures = "".join(picture.figure() for picture in pictures)
+    lines = [
+        html_table(part) if part.startswith("|") else f"<p>{html.escape(part)}</p>"
+        for part in text.split("\n\n")
+    ]
+    note = "<p>Percent with 95 % intervals; where bars overlap, the paired tests below decide.</p>"
+    return plots.page(
+        title, f"{note}<div class=grid>{figures}</div><h2>Tables</h2>{''.join(lines)}"
+    )

@@ -284,6 +284,7 @@ def test_rewrites_and_baselines_are_searched(searched, capsys):
         "metrics.json",
         "mine.trec",
         "part.trec",
+        "report.html",
         "table.md",
         "turns_context.trec",
         "turns_question.trec",

@@ -3,13 +3,17 @@ input."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import random
 import re
+import statistics
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from test_trajectory_sft import agent_row, call, conversation  # noqa: F401  a fixture
@@ -20,6 +24,9 @@ from config import ConfigError
 from config import run as run_entry
 from episodes import trajectories
 from runs import write_jsonl
+from scoring import plots, run_page, tables
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def many(count=60, seed=0):
@@ -329,69 +336,300 @@ def test_a_training_runs_folder_is_not_written_into(tmp_path):
             report.main(report.ReportConfig(trajectories=str(tmp_path / "t.jsonl"), out=out))
 
 
-class Balanced(HTMLParser):
-    """Raises where a closing tag has no opening one; collects text."""
+# -------------------------------------------------------------------------------- a run's page
 
-    def __init__(self):
+
+class Page(HTMLParser):
+    """The texts and the elements of a page, as a browser finds them."""
+
+    def __init__(self, text):
         super().__init__()
-        self.open, self.words = [], []
+        self.words, self.tags, self.inside = [], [], ""
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ("meta",):
-            self.open.append(tag)
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        self.inside = ""
 
     def handle_data(self, text):
-        self.words.append(text)
+        if self.inside not in ("script", "style"):
+            self.words.append(text)
+
+    def figures(self):
+        return [attrs["aria-label"] for tag, attrs in self.tags if tag == "figure"]
+
+
+def unpacked(text):
+    """Step → groups, of the scripts of a page or of a file beside it."""
+    found = re.findall(r'rollouts\[(\d+)\]="([^"]*)"', text)
+    return {int(n): json.loads(zlib.decompress(base64.b64decode(code))) for n, code in found}
+
+
+def rollout(query_id="s1", rank=1, reward=2.0, **more):
+    return {
+        "query_id": query_id,
+        "group": 0,
+        "response": f"<think>a & b</think><rewrite>{query_id} {rank}</rewrite>",
+        "rewrite": f"{query_id} {rank}",
+        "well_formed": True,
+        "rank": rank,
+        "reward": reward,
+        "advantage": 0.0,
+        "tokens": 9,
+        "end": "eos",
+    } | more
+
+
+def run_folder(folder, metrics, rollouts=None, settings=""):
+    write_jsonl(str(folder / "metrics.jsonl"), metrics)
+    for step, rows in (rollouts or {}).items():
+        write_jsonl(str(folder / f"rollouts/step_{step:06d}.jsonl"), rows)
+    if settings:
+        (folder / "config.yaml").write_text(settings)
+    return folder
+
+
+def page_of(folder, **settings):
+    path = report.main(report.ReportConfig(run=str(folder), **settings))["report"]
+    return Path(path).read_text()
 
 
 def test_page_of_a_run(tmp_path):
-    folder = tmp_path / "run"
     write_jsonl(
-        str(folder / "metrics.jsonl"),
-        [{"step": 0, "dev_mrr": 0.1}]
-        + [
-            {"step": i, "reward": i / 10, "kl": None, "flag": True, "name": "x<y"}
-            for i in range(1, 50)
+        str(tmp_path / "train.jsonl"),
+        [
+            {
+                "query_id": f"s{n}",
+                "conversation_id": "c",
+                "turn": 2,
+                "context": [["Who is Ann?", "A writer."]],
+                "question": f"Who is {n}?",
+                "gold_ids": [f"p{n}"],
+            }
+            for n in range(4)
+        ],
+    )
+    write_jsonl(
+        str(tmp_path / "corpus.jsonl"),
+        [{"id": f"p{n}", "title": f"T{n}", "text": f"text {n}"} for n in range(9)],
+    )
+    dev = {0: 0.1, 25: 0.4, 50: 0.3}
+    metrics = [{"step": 0, "dev_mrr": 0.1, "dev_format_rate": 1.0}]
+    for i in range(1, 51):
+        row = {"step": i, "reward": i / 10, "kl": i / 1000, "format_rate": 0.9, "clipped": 0.0}
+        row["flat_groups"] = i / 50  # ends where a reader should look
+        row |= {"seconds_sample": 3.0, "seconds_update": 1.0, "note": "x<y", "odd figure": i}
+        metrics.append(row | ({"dev_mrr": dev[i]} if i in dev else {}))
+    rollouts = {
+        step: [rollout(f"s{n}", rank) for n in range(2) for rank in (1, 3, None)]
+        for step in (1, 20, 50)
+    }
+    settings = f"task: rewrite\ntrain: {tmp_path}/train.jsonl\nlr: 1e-6\nmodel: <x>\n"
+    settings += f"retriever: {{corpus: {tmp_path}/corpus.jsonl}}\n"
+    folder = run_folder(tmp_path / "run", metrics, rollouts, settings)
+    text = page_of(folder)
+    page = Page(text)
+    for words in (
+        "dev MRR 10 % → 40 % best at step 25; 30 % at the last, 50",
+        "reward 0.30 → 4.80 mean of the first and of the last 5 of 50 steps: +4.50 ± 0.20 (95 %)",
+        "format rate 90 % → 90 %",
+        "Always the same: clipped 0.",
+        "sample 75 % 3 s 2 min",
+        "lr: 1e-6",
+        "model: <x>",
+        "best: 40 % at step 25",
+        "no end is recorded",
+        "Look here. Equal rewards teach nothing",
+    ):
+        assert words in page.text, words
+    for title in ("dev MRR", "Reward", "Ranks of the gold passage", "KL to the start"):
+        assert title in page.figures()
+    assert page.text.count("Look here") == 1
+    assert "odd figure" in page.figures()  # what the page does not know is drawn all the same
+    assert not re.search(r"https?://(?!www\.w3\.org)", text) and text.count("{{") == 0
+    assert not [a for _, a in page.tags if "src" in a or "href" in a]  # nothing to load
+    found = unpacked(text)
+    assert list(found) == [1, 20, 50]
+    rows = [row for group in found[20] for row in group["rows"]]
+    kept = [{k: v for k, v in r.items() if k not in ("query_id", "group")} for r in rollouts[20]]
+    assert [{k: v for k, v in r.items() if k != "band"} for r in rows] == kept
+    assert [r["band"] for r in rows] == [0, 1, 4] * 2
+    assert found[1][1]["prompt"] == {
+        "context": [["Who is Ann?", "A writer."]],
+        "question": "Who is 1?",
+        "golds": [{"id": "p1", "title": "T1", "text": "text 1"}],
+    }
+    (folder / "final").mkdir()
+    assert "; finished" in page_of(folder, title="Mine & yours")
+
+
+@pytest.mark.parametrize(
+    "row, label",
+    [
+        (rollout(rank=1), "rank 1"),
+        (rollout(rank=2), "rank 2–3"),
+        (rollout(rank=3), "rank 2–3"),
+        (rollout(rank=4), "rank 4–10"),
+        (rollout(rank=10), "rank 4–10"),
+        (rollout(rank=11), "rank 11–100"),
+        (rollout(rank=None), "not found"),
+        (rollout(rank=None, well_formed=False), "malformed"),
+        (rollout(reward=None), "failed"),
+        ({"reward": 1.0, "f1": 1.0}, "F1 1"),
+        ({"reward": 1.0, "f1": 0.99}, "F1 0.5 to 1"),
+        ({"reward": 1.0, "f1": 0.5}, "F1 0.5 to 1"),
+        ({"reward": 1.0, "f1": 0.4}, "F1 below 0.5"),
+        ({"reward": 1.0, "f1": 0.0}, "F1 0"),
+        ({"reward": 1.0, "f1": 1.0, "well_formed": False}, "malformed"),
+        ({"reward": 1.0}, None),
+    ],
+)
+def test_outcome_of_a_rollout(row, label):
+    band = run_page.band(row)
+    labels = run_page.ANSWERS if "f1" in row else run_page.RANKS
+    assert (band is None) if label is None else labels[band] == label
+
+
+def test_runs_of_every_kind(tmp_path):
+    one = run_folder(tmp_path / "one", [{"step": 1, "reward": 0.5}], {1: [{"response": "x"}]})
+    text = page_of(one)
+    assert "reward 0.50" in Page(text).text and unpacked(text)[1][0]["rows"][0]["band"] == 6
+    start = run_folder(tmp_path / "start", [{"step": 0, "dev_f1": 0.25}])
+    assert "dev F1 25 % a single validation" in Page(page_of(start)).text
+    killed = run_folder(tmp_path / "killed", [{"step": i, "kl": None} for i in (1, 2)])
+    with open(killed / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "lr": 1.0}\n{"step": 4, "rew')
+    (killed / "exit.json").write_text('{"status": 3, "reason": "the policy has <b>collapsed"}')
+    (killed / "config.yaml").write_text("train: [1\n")  # no YAML: shown as it stands
+    page = Page(page_of(killed))
+    assert "3 steps; it ended with status 3: the policy has <b>collapsed" in page.text
+    assert "train: [1" in page.text and page.figures() == ["lr"]
+    fine_tuned = [{"step": i, "loss": 1 / i, "heldout_loss": 2 / i, "seconds": 1.0} for i in (1, 2)]
+    page = Page(page_of(run_folder(tmp_path / "sft", fine_tuned)))
+    assert "heldout loss 2 → 1 best at step 2" in page.text and "Loss" in page.figures()
+    episodes = {
+        s: [rollout(f1=f, searches=1, prediction="a", group=g) for g, f in enumerate((0.0, 1.0))]
+        for s in (1, 2)
+    }
+    figures = [{"step": s, "reward": 0.1, "em": s / 2, "end_length": s / 4} for s in (1, 2)]
+    text = page_of(run_folder(tmp_path / "episodes", figures, episodes))
+    assert {"Scores of the answers", "Answers", "How episodes end"} <= set(Page(text).figures())
+    for name in ("empty", "none"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "empty":
+            (folder / "metrics.jsonl").write_text("")
+        with pytest.raises(data.DataError if name == "empty" else FileNotFoundError):
+            page_of(folder)
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    evil = "</script><script>evil()</script><img src=x onerror=evil()>{{title}}\u2028\"'&amp;"
+    rows = [rollout(evil, response=evil * 1000, rewrite=evil, end=evil) for _ in range(2)]
+    metrics = [{"step": i, evil: i, "reward": 1.0} for i in (1, 2)]
+    folder = run_folder(tmp_path / "run", metrics, {1: rows, 2: rows}, f"model: {evil!r}\n")
+    text = page_of(folder, title=evil)
+    page, plain = Page(text), Page(page_of(folder))
+    scripts = [tag for tag, _ in page.tags if tag == "script"]
+    assert len(scripts) == 2 + 2 and not [t for t, _ in page.tags if t == "img"]
+    assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
+    assert evil.split("\u2028")[0] in page.text and len(plain.tags) == len(page.tags)
+    assert unpacked(text)[2][0]["rows"][1]["response"] == evil * 1000
+
+
+def test_many_rollouts_lie_beside_the_page(tmp_path, monkeypatch):
+    rollouts = {step: [rollout()] for step in (1, 2)}
+    folder = run_folder(tmp_path / "run", [{"step": 1, "reward": 1.0}], rollouts)
+    whole = unpacked(page_of(folder))
+    monkeypatch.setattr(run_page, "PAGE_BYTES", 100)
+    text = page_of(folder)
+    beside = sorted((folder / run_page.BESIDE).iterdir())
+    assert unpacked(text) == {} and [p.name for p in beside] == ["1.js", "2.js"]
+    assert {k: v for p in beside for k, v in unpacked(p.read_text()).items()} == whole
+    monkeypatch.undo()
+    page_of(folder)
+    assert not (folder / run_page.BESIDE).exists()
+
+
+def test_prompts_that_are_followed(tmp_path):
+    """Of prompts seen in every epoch: the largest gain, the middle one, the largest loss."""
+    gains = {"up": 1.5, "little": 0.5, "same": 0.0, "down": -0.5, "far down": -1.0}
+    rollouts = {
+        step: [
+            rollout(name, rank, reward=0.5 + gain * (step - 1) / 2)
+            for name, gain in gains.items()
+            for rank in (1, 20)
         ]
-        + [{"step": 50, "reward": 5.0, "dev_mrr": 0.3}],
+        for step in (1, 2, 3)
+    }
+    rollouts[1].append(rollout("once", reward=9.0))
+    folder = run_folder(tmp_path / "run", [{"step": 3, "reward": 1.0}], rollouts)
+    words = Page(page_of(folder)).text
+    assert "the one that gained most: up" in words and "a typical one: same" in words
+    assert "the one that lost most: far down" in words and "once" not in words
+    assert words.count("“") == 0 and "rank 20 up 20" in words  # the middle one of two: the lower
+
+
+def test_stack_and_intervals_are_drawn_to_scale():
+    picture = plots.stack("t", [1, 2], {"a": [0.25, 0.5], "b": [0.75, 0.5]}, percent=True)
+    top, bottom = plots.TOP, plots.BOTTOM
+    paths = re.findall(r'class="f(\d)" d="M[\d.]+ ([\d.]+)V([\d.]+)H[\d.]+V([\d.]+)', picture.body)
+    heights = {i: [(bottom - float(v)) / (bottom - top) for v in ys] for i, *ys in paths}
+    assert heights["0"] == pytest.approx([0, 0.25, 0.5], abs=1e-3)
+    assert heights["1"] == pytest.approx([0.25, 1, 1], abs=1e-3)
+    picture = plots.intervals("t", [("x", [(0.5, (0.25, 1.0))]), ("y", [(0.0, None)])])
+    half, zero = (float(x) for x in re.findall(r'<circle class="f0" cx="([\d.]+)"', picture.body))
+    low, high = map(float, re.search(r'd="M([\d.]+) [\d.]+H([\d.]+)"/><c', picture.body).groups())
+    assert (low - zero) / (half - zero) == pytest.approx(0.5, abs=1e-2)
+    assert (high - zero) / (half - zero) == pytest.approx(2, abs=1e-2)
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (-3e-6, 7e-6), (12, 12.4), (0, 98765), (0.1, 0.3)])
+def test_ticks_cover_and_are_few(low, high):
+    marks = plots.ticks(low, high)
+    assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high * (1 - 1e-9)
+    assert 4 <= len(marks) <= 8
+    assert len({plots.number(m) for m in marks}) == len(marks)  # labels tell them apart
+
+
+def test_rolling_mean_has_the_interval_of_its_window():
+    rng = random.Random(0)
+    points = [(i, rng.random()) for i in range(50)]
+    means, band = plots.rolling(points, 5)
+    near = [y for _, y in points[18:23]]
+    error = statistics.stdev(near) / math.sqrt(5)
+    assert means[20] == (20, pytest.approx(statistics.fmean(near)))
+    assert band[20][1:] == (
+        pytest.approx(means[20][1] - 1.96 * error),
+        pytest.approx(means[20][1] + 1.96 * error),
     )
-    for step in (1, 20, 50):
-        write_jsonl(
-            str(folder / f"rollouts/step_{step:06d}.jsonl"),
-            [
-                {
-                    "query_id": f"s{step}",
-                    "response": "<think>a & b</think>",
-                    "reward": r,
-                    "end": "eos",
-                }
-                for r in (0.0, 1.0, None, 0.5)
-            ],
-        )
-    (folder / "config.yaml").write_text("lr: 1e-6\nmodel: <x>\n")
-    page = Path(report.main(report.ReportConfig(run=str(folder)))["report"])
-    parser = Balanced()
-    parser.feed(text := page.read_text())
-    assert page.name == "report.html" and parser.open == []
-    words = "".join(parser.words)
-    assert (
-        "<think>a & b</think>" in words
-        and "lr: 1e-6" in words
-        and "step 000050" in words
-        and "step 000020" not in words
-    )
-    assert text.count("<figure>") == 2 and "kl" not in [
-        w.strip() for w in parser.words
-    ]  # reward, dev_mrr; nothing measured of kl
-    assert "http" not in text and "<script" not in text  # nothing to load
-    points = re.findall(r'points="([^"]*)"', text)
-    assert len(points[0].split()) == 2 and len(points[1].split()) == 50
-    (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(data.DataError, match="no step is logged"):
-        report.main(report.ReportConfig(run=str(folder)))
+    assert len(plots.thinned([(i, 2.0 * i) for i in range(10_000)])) <= plots.POINTS
+
+
+def test_pictures_of_the_readme_are_what_the_committed_figures_give(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import pictures
+
+    for name, draw in (("learning", pictures.learning), ("followed", pictures.followed)):
+        drawn = draw()
+        assert (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8") == drawn
+        ElementTree.fromstring(drawn)
+        assert f"docs/{name}.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_page_of_tables():
+    row = {"mrr": 0.5, "queries": 9, "ci": {"mrr": [0.4, 0.6]}}
+    part = {"mrr": 0.25, "queries": 4, "ci": {"mrr": [0.1, 0.4]}}
+    rows = {f"s<{n}>": row | {"groups": {"depth": {"1": part, "2": part}}} for n in range(8)}
+    text = tables.tables(rows, ".")
+    page = Page(tables.tables_page("a & b", text, rows))
+    assert page.figures() == ["MRR", "MRR by turn of the conversation"]
+    assert "s<7> 50.0 [40.0, 60.0] 9" in page.text and "1 (4)" in page.text
+    assert "s<0>" in page.text and [t for t, _ in page.tags].count("table") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,339 @@
+"""All pictures, as SVG text: curves, stacked shares, intervals and dots.
+
+A page embeds them as figures (`Picture.figure`), the README as files (`standalone`); their colours
+are in plots.css.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Sequence
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+WIDTH, HEIGHT = 400, 190
+LEFT, RIGHT, TOP, BOTTOM = 52, 390, 20, 164
+POINTS = 300  # a curve of more is shown by means of neighbours
+Points = list[tuple[float, float]]
+
+
+def asset(name: str) -> str:
+    """The text of a file beside this module."""
+    with open(os.path.join(HERE, name), encoding="utf-8") as f:
+        return f.read()
+
+
+def number(value: float, percent: bool = False) -> str:
+    """A figure in few characters."""
+    if percent:
+        return f"{100 * value:.1f}".removesuffix(".0") + " %"
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.1e}".replace("e-0", "e-")
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round values that cover low … high, about `count` of them."""
+    rough = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(scale * k for k in (1, 2, 2.5, 5, 10) if scale * k >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * n for n in range(first, last + 1)]
+
+
+def thinned(points: Points) -> Points:
+    """At most POINTS points, each the mean of neighbours."""
+    size = math.ceil(len(points) / POINTS)
+    parts = [points[i : i + size] for i in range(0, len(points), size)] if size else []
+    return [tuple(sum(column) / len(part) for column in zip(*part)) for part in parts]
+
+
+@dataclass
+class Series:
+    """A curve, perhaps with a dot at every point, faint, or with (x, low, high) around it."""
+
+    name: str
+    points: Points
+    dots: bool = False
+    faint: bool = False
+    band: list[tuple[float, float, float]] = field(default_factory=list)
+
+
+@dataclass
+class Picture:
+    """SVG of WIDTH × `height`, with what a page says around it and reads out at the cursor."""
+
+    title: str
+    body: str
+    unit: str = ""
+    key: list[tuple[str, str]] = field(default_factory=list)  # (colour class, name)
+    values: dict = field(default_factory=dict)  # for page.html's read-out
+    height: int = HEIGHT
+
+    def figure(self, note: str = "", alarm: bool = False) -> str:
+        """An HTML figure; `note` says what to watch, and `alarm` that it is time to."""
+        keys = "".join(
+            f'<span class=key><svg viewBox="0 0 10 10"><rect class="{colour}" width="10" '
+            f'height="10" rx="2"/></svg>{html.escape(name)}</span>'
+            for colour, name in self.key
+        )
+        unit = f" <span class=unit>{html.escape(self.unit)}</span>" if self.unit else ""
+        note = "Look here. " * alarm + note
+        values, output = "", f"<output>{html.escape(note)}</output>"
+        if self.values:
+            data = html.escape(json.dumps(self.values, separators=(",", ":")))
+            values = f' tabindex=0 data-values="{data}"'
+        title = html.escape(self.title)
+        return (
+            f'<figure{" class=alarm" * alarm} aria-label="{title}"{values}><figcaption>'
+            f"<b>{title}</b>{unit}{keys}</figcaption>"
+            f'<svg viewBox="0 0 {WIDTH} {self.height}" role=img aria-label="{title}">{self.body}'
+            f"</svg>{output}</figure>"
+        )
+
+
+def standalone(pictures: Sequence[Picture], label: str) -> str:
+    """One SVG file of pictures side by side, with titles and keys; `label` says what it shows."""
+    parts = []
+    for n, picture in enumerate(pictures):
+        x = n * (WIDTH + 20)
+        parts.append(text(x + 6, 20, picture.title, "head"))
+        parts.append(text(x + WIDTH - 10, 20, picture.unit, "soft end"))
+        left = x + 6.0
+        for colour, name in picture.key:
+            parts.append(f'<rect class="{colour}" x="{left}" y="31" width="10" height="10"/>')
+            parts.append(text(left + 15, 41, name, "soft"))
+            left += 32 + 6.4 * len(name)
+        parts.append(f'<g transform="translate({x} 48)">{picture.body}</g>')
+    width, height = len(pictures) * (WIDTH + 20) - 20, 56 + max(p.height for p in pictures)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'role="img" aria-label="{html.escape(label)}"><style>{asset("plots.css")}</style>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def text(x: float, y: float, words: str, classes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{classes}">{html.escape(words)}</text>'
+
+
+class Frame:
+    """Data to coordinates: x from x0 to x1, y over round values around `values`."""
+
+    def __init__(
+        self,
+        xs: Sequence[float],
+        values: Sequence[float],
+        percent: bool = False,
+        names: Sequence[tuple[float, str]] = (),
+    ):
+        self.x0, self.x1 = min(xs), max(xs)
+        low, high = min(values), max(values)
+        if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
+            low, high = (low - 0.5 * abs(low), high + 0.5 * abs(high)) if high else (0.0, 1.0)
+        marks = ticks(low, high)
+        self.marks = list(names) or [(mark, number(mark, percent)) for mark in marks]
+        self.y0, self.y1 = (low - 0.6, high) if names else (marks[0], marks[-1])
+
+    def x(self, value: float) -> float:
+        if self.x1 == self.x0:
+            return (LEFT + RIGHT) / 2
+        return LEFT + 4 + (RIGHT - LEFT - 8) * (value - self.x0) / (self.x1 - self.x0)
+
+    def y(self, value: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (value - self.y0) / (self.y1 - self.y0)
+
+    def axes(self) -> str:
+        """Grid lines, the values at the left, the steps below."""
+        parts = []
+        for mark, name in self.marks:
+            y = self.y(mark)
+            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
+            parts.append(text(LEFT - 5, y + 4, name, "soft end"))
+        whole = ticks(self.x0, self.x1, 5) if self.x1 > self.x0 else [self.x0]
+        for mark in whole:
+            if self.x0 <= mark <= self.x1 and mark == round(mark):
+                parts.append(text(self.x(mark), BOTTOM + 18, f"{mark:g}", "soft mid"))
+        parts.append(text(LEFT - 5, BOTTOM + 18, "step", "soft end"))
+        return "".join(parts)
+
+    def values(self, series: dict[str, Points], percent: bool) -> dict:
+        """What the read-out at the cursor needs."""
+        rounded = {n: [[x, float(f"{y:.4g}")] for x, y in points] for n, points in series.items()}
+        left, right = self.x(self.x0), self.x(self.x1)
+        return {"left": left, "right": right, "percent": percent, "series": rounded}
+
+
+def _path(points: Points) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def curves(
+    title: str,
+    series: Sequence[Series],
+    percent: bool = False,
+    unit: str = "",
+    best: tuple[float, float] | None = None,
+) -> Picture:
+    """Curves over steps; `best`: a point to mark."""
+    shown = [(4 if s.faint else i, s, thinned(s.points)) for i, s in enumerate(series)]
+    bands = [edge for s in series for edge in s.band]
+    xs = [x for _, _, points in shown for x, _ in points]
+    ys = [y for _, _, points in shown for _, y in points] + [y for b in bands for y in b[1:]]
+    frame = Frame(xs, ys, percent)
+    parts = [frame.axes()]
+    for i, s, points in shown:
+        at = [(frame.x(x), frame.y(y)) for x, y in points]
+        if s.band:
+            edge = [(frame.x(x), frame.y(high)) for x, _, high in s.band]
+            edge += [(frame.x(x), frame.y(low)) for x, low, _ in reversed(s.band)]
+            parts.append(f'<path class="band f{i}" d="{_path(edge)}Z"/>')
+        faint = " faint" * s.faint
+        parts.append(f'<path class="curve s{i}{faint}" d="{_path(at)}"/>')
+        if s.dots or len(at) == 1:
+            dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in at)
+            parts.append(f'<g class="f{i}">{"".join(dots)}</g>')
+    if best:
+        x, y = frame.x(best[0]), frame.y(best[1])
+        end, dx = ("end", -9) if x > (LEFT + RIGHT) / 2 else ("", 9)
+        label = f"best: {number(best[1], percent)} at step {best[0]:g}"
+        parts.append(f'<circle class="best s0" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
+        parts.append(text(x + dx, y - 9, label, end))
+    key = [(f"f{i}", s.name) for i, s, _ in shown] if len(shown) > 1 else []
+    values = frame.values({s.name: points for _, s, points in shown}, percent)
+    return Picture(title, "".join(parts), unit, key, values)
+
+
+def rolling(points: Points, window: int) -> tuple[Points, list[tuple[float, float, float]]]:
+    """Means of `window` neighbours, and (x, low, high): 95 % by the standard error between them."""
+    means, band = [], []
+    for i in range(len(points)):
+        near = [y for _, y in points[max(0, i - window // 2) : i + window // 2 + 1]]
+        mean, error = mean_and_error(near)
+        means.append((points[i][0], mean))
+        band.append((points[i][0], mean - 1.96 * error, mean + 1.96 * error))
+    return means, band
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error (0 for a single value)."""
+    mean, n = sum(values) / len(values), len(values)
+    squares = sum((v - mean) ** 2 for v in values)
+    return mean, math.sqrt(squares / (n - 1) / n) if n > 1 else 0.0
+
+
+def trend(title: str, points: Points, unit: str = "") -> Picture:
+    """A figure of every step, faint, and its rolling mean with the 95 % interval."""
+    window = max(3, len(points) // 10 | 1)
+    if len(points) < 2 * window:
+        return curves(title, [Series(title, points, dots=True)], unit=unit)
+    means, band = rolling(points, window)
+    smooth = Series(f"mean of {window} steps, 95 %", means, band=band)
+    return curves(title, [smooth, Series("a step", points, faint=True)], unit=unit)
+
+
+def stack(
+    title: str,
+    steps: Sequence[int],
+    layers: dict[str, Sequence[float]],
+    percent: bool = False,
+    colour: str = "f",
+    unit: str = "",
+) -> Picture:
+    """Layers on top of each other, a column a step, the first at the bottom; `colour`: f, or b for
+    outcomes from good to bad.
+
+    The few columns that stand out by far (a first step that compiles) are cut off.
+    """
+    columns = thinned(list(zip(steps, *layers.values())))
+    steps, *values = zip(*columns)
+    heights = sorted(map(sum, zip(*values)))
+    common = heights[int(0.95 * (len(heights) - 1))]
+    high = 1.0 if percent else min(heights[-1], 1.2 * common) or 1.0
+    frame = Frame([steps[0] - 0.5, steps[-1] + 0.5], [0.0, high], percent)
+    edges = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
+    edges = [steps[0] - 0.5, *edges, steps[-1] + 0.5]
+    floor = [0.0] * len(steps)
+    parts = []
+    for i, layer in enumerate(values):
+        top = [min(frame.y1, a + b) for a, b in zip(floor, layer)]
+        line = "".join(f"V{frame.y(y):.1f}H{frame.x(x):.1f}" for y, x in zip(top, edges[1:]))
+        back = "".join(
+            f"V{frame.y(y):.1f}H{frame.x(x):.1f}" for y, x in zip(floor[::-1], edges[-2::-1])
+        )
+        start = f"M{frame.x(edges[0]):.1f} {frame.y(floor[0]):.1f}"
+        parts.append(f'<path class="{colour}{i}" d="{start}{line}{back}Z"/>')
+        floor = top
+    read = {name: list(zip(steps, layer)) for name, layer in zip(layers, values) if any(layer)}
+    key = [(f"{colour}{i}", name) for i, name in enumerate(layers) if name in read]
+    body = frame.axes() + "".join(parts)
+    return Picture(title, body, unit, key, frame.values(read, percent))
+
+
+def dots(
+    title: str, points: Sequence[tuple[float, float, int]], names: list[tuple[float, str]]
+) -> Picture:
+    """A dot for every (step, height, band), equal ones side by side; `names` of the heights."""
+    first, last = min(p[0] for p in points), max(p[0] for p in points)
+    frame = Frame([first - 0.5, last + 0.5], [y for y, _ in names], names=names)
+    steps = sorted({p[0] for p in points})
+    room = min((b - a for a, b in zip(steps, steps[1:])), default=1) / max(1, frame.x1 - frame.x0)
+    gap = min(7.0, (RIGHT - LEFT) * room / 9)
+    placed: dict[tuple[float, float], int] = {}
+    parts = [frame.axes()]
+    for x, y, band in points:
+        n = placed[x, y] = placed.get((x, y), -1) + 1
+        shift = gap * ((n + 1) // 2) * (1 if n % 2 else -1)
+        place = f'cx="{frame.x(x) + shift:.1f}" cy="{frame.y(y):.1f}"'
+        parts.append(f'<circle class="dot b{band}" {place} r="4"/>')
+    return Picture(title, "".join(parts))
+
+
+def intervals(
+    title: str,
+    rows: Sequence[tuple[str, Sequence[tuple[float | None, Sequence[float] | None]]]],
+    names: Sequence[str] = (),
+) -> Picture:
+    """Shares as dots with bars, in rows: (label, a (value, (low, high) or None) for each of
+    `names`)."""
+    edges = [v for _, cells in rows for value, ci in cells for v in (value, *(ci or ()))]
+    edges = [v for v in edges if v is not None] or [0.0]
+    low = min(0.0, *edges)
+    marks = ticks(low, max(edges) if max(edges) > low else low + 1)
+
+    def x(value: float) -> float:
+        return 20 + (WIDTH - 40) * (value - marks[0]) / (marks[-1] - marks[0])
+
+    tall = 24 + 11 * max(len(cells) for _, cells in rows)
+    bottom, parts = tall * len(rows) + 4, []
+    for mark in marks:
+        parts.append(f'<path class="grid" d="M{x(mark):.1f} 0V{bottom}"/>')
+        parts.append(text(x(mark), bottom + 16, number(mark, True), "soft mid"))
+    for n, (label, cells) in enumerate(rows):
+        parts.append(text(20, tall * n + 16, label if len(label) < 32 else label[:30] + "…"))
+        for i, (value, ci) in enumerate(cells):
+            y = tall * n + 27 + 11 * i
+            if value is None:
+                continue
+            if ci:
+                parts.append(f'<path class="whisker s{i}" d="M{x(ci[0]):.1f} {y}H{x(ci[1]):.1f}"/>')
+            parts.append(f'<circle class="f{i}" cx="{x(value):.1f}" cy="{y}" r="4.5"/>')
+            if len(cells) == 1:
+                ends = f" [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else ""
+                shown = f"{100 * value:.1f}{ends}"
+                parts.append(text(WIDTH - 20, tall * n + 16, shown, "soft end"))
+    key = [(f"f{i}", name) for i, name in enumerate(names)]
+    return Picture(title, "".join(parts), "", key, height=bottom + 24)
+
+
+def page(title: str, body: str, facts: dict | None = None, scripts: str = "") -> str:
+    """An HTML page in page.html's frame; `facts` and `scripts` are for its rollouts."""
+    parts = {"title": html.escape(title), "body": body, "scripts": scripts}
+    parts["style"] = asset("plots.css")
+    parts["facts"] = json.dumps(facts or {}).replace("<", "\\u003c")
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], asset("page.html"))

@@ -1,0 +1,433 @@
+"""A run's page: did it work, what changed, is it healthy, where the time goes, every rollout.
+
+report.html is one file that loads nothing: pictures, and the rollouts packed step by step. Only
+where these are too many do they lie in files beside it (report_rollouts/), loaded when looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import yaml
+
+from data import DataError, item_id, read_corpus, read_jsonl, read_lines, read_questions, read_turns
+from runs import atomic_write, read_json, read_metrics
+from scoring import plots
+from scoring.plots import Picture, Series, number
+
+BESIDE = "report_rollouts"
+PAGE_BYTES = 16 << 20  # packed rollouts that a page holds itself
+CORPUS_BYTES = 256 << 20  # a larger corpus is not read for the gold passages' texts
+RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
+ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "failed")
+GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # what is better
+SHARES = re.compile(
+    r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
+    r"|heldout_acc"
+)
+INSIDE = {"seconds_search"}  # a part of sampling
+
+
+@dataclass
+class Log:
+    """What a run's folder holds, read once."""
+
+    folder: str
+    series: dict[str, plots.Points]  # figure → (step, value), finite ones
+    config: dict
+    settings: str
+    shown: set[str] = field(default_factory=set)  # figures that the page has drawn
+    ends: set[str] = field(default_factory=set)
+    bands: dict[int, list[int]] = field(default_factory=dict)  # step → rollouts of each band
+    labels: tuple[str, ...] = RANKS
+    rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # of each prompt
+    prompts: dict[str, dict] = field(default_factory=dict)  # id → conversation, question, golds
+
+    @property
+    def steps(self) -> int:
+        return max((int(points[-1][0]) for points in self.series.values()), default=0)
+
+
+def read_log(folder: str) -> Log:
+    """DataError: the folder holds no metrics of a training run."""
+    path = os.path.join(folder, "metrics.jsonl")
+    settings = os.path.join(folder, "config.yaml")
+    text = "\n".join(line for _, line in read_lines(settings)) if os.path.exists(settings) else ""
+    rows = read_metrics(path)
+    series: dict[str, plots.Points] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key != "step" and type(value) in (int, float):
+                series.setdefault(key, []).append((row["step"], value))
+    if not series:
+        raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        config = None
+    return Log(folder, series, config if isinstance(config, dict) else {}, text)
+
+
+# --------------------------------------------------------------------------------------- rollouts
+
+
+def band(row: dict) -> int | None:
+    """Which outcome of RANKS or ANSWERS a rollout has; None where its row does not tell."""
+    if row.get("reward") is None:
+        return 6
+    if not row.get("well_formed", True):
+        return 5
+    if "f1" in row:
+        value = row["f1"] or 0
+        return 4 if value <= 0 else 2 - bisect_left((0.5, 1.0), value + 1e-9)
+    if "rank" not in row:
+        return None
+    return 4 if row["rank"] is None else bisect_left((1, 3, 10), row["rank"])
+
+
+def step_files(folder: str) -> dict[int, str]:
+    """Step → its rollouts file."""
+    inside = os.path.join(folder, "rollouts")
+    names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
+    found = {name: re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names}
+    return {int(m[1]): os.path.join(inside, name) for name, m in found.items() if m}
+
+
+def groups(path: str) -> list[dict]:
+    """The groups of a step: id, rows with their `band`."""
+    found: dict[tuple, dict] = {}
+    for _, row in read_jsonl(path):
+        name = str(row.pop("query_id", ""))
+        key = (name, str(row.pop("group", "")))
+        found.setdefault(key, {"id": name, "rows": []})["rows"].append(row | {"band": band(row)})
+    return list(found.values())
+
+
+def packed(log: Log) -> Iterator[tuple[int, str]]:
+    """(step, its rollouts as page.html unpacks them); fills in what the log knows of them."""
+    for step, path in step_files(log.folder).items():
+        counts = log.bands[step] = [0] * len(RANKS)
+        parts = groups(path)
+        for group in parts:
+            group |= {"prompt": log.prompts.get(group["id"])}
+            rewards = [r["reward"] for r in group["rows"] if type(r.get("reward")) in (int, float)]
+            if rewards:
+                seen = log.rewards.setdefault(group["id"], [])
+                seen.append((step, sum(rewards) / len(rewards)))
+            for row in group["rows"]:
+                log.ends.add(str(row.get("end", "")))
+                log.labels = ANSWERS if "f1" in row else log.labels
+                if row["band"] is not None:
+                    counts[row["band"]] += 1
+        data = json.dumps(parts, separators=(",", ":")).encode()
+        yield step, base64.b64encode(zlib.compress(data)).decode()
+
+
+def read_prompts(config: dict) -> dict[str, dict]:
+    """Id → conversation, question and gold passages, of the files that the settings name; what
+    can't be read is left out."""
+    train, retriever = str(config.get("train") or ""), config.get("retriever") or {}
+    try:
+        items = read_turns(train) if config.get("task", "rewrite") == "rewrite" else None
+        items = read_questions(train) if items is None else items
+    except (OSError, DataError):
+        return {}
+    golds = {gold for item in items for gold in getattr(item, "gold_ids", ())}
+    texts = gold_texts(retriever, golds) if golds else {}
+    prompts = {}
+    for item in items:
+        prompt = {key: value for key, value in asdict(item).items() if value}
+        known = [{"id": gold, **texts.get(gold, {})} for gold in prompt.get("gold_ids", ())]
+        keys = ("context", "question", "answer", "rewrite", "golden_answers")
+        prompts[item_id(item)] = {k: prompt[k] for k in keys if k in prompt} | {"golds": known}
+    return prompts
+
+
+def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
+    """Passage id → title and text, where the corpus is at hand and not too large."""
+    try:
+        corpus, index = retriever.get("corpus"), retriever.get("index")
+        if not corpus and index:
+            with open(os.path.join(index, "config.yaml"), encoding="utf-8") as f:
+                corpus = yaml.safe_load(f)["corpus"]
+        if os.path.getsize(corpus) > CORPUS_BYTES:
+            return {}
+        passages = (p for p in read_corpus(corpus) if p.id in golds)
+        return {p.id: {"title": p.title, "text": p.text} for p in passages}
+    except (OSError, DataError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return {}
+
+
+# --------------------------------------------------------------------------------------- sections
+
+
+def is_share(key: str) -> bool:
+    return SHARES.match(key) is not None
+
+
+def tenth(points: plots.Points, last: bool = False) -> list[float]:
+    """The values of the first, or the last, tenth of the steps: of four where these are few."""
+    n = max(1, len(points) // 10, min(4, len(points) // 2))
+    return [y for _, y in (points[-n:] if last else points[:n])]
+
+
+def pictures(log: Log, section: str, first: str = "") -> str:
+    """The figures that watched.yaml has for a section, behind those of `first`; in a sentence
+    what never moves."""
+    parts, still = [], []
+    for heading, items in yaml.safe_load(plots.asset("watched.yaml"))[section].items():
+        shown, first = [first] * bool(first), ""
+        for item in items:
+            there = {key: log.series[key] for key in item["figures"] if key in log.series}
+            log.shown.update(there)
+            if all(len({y for _, y in points}) == 1 for points in there.values()):
+                still += [f"{key} {number(points[0][1])}" for key, points in there.items()]
+                continue
+            series = [Series(k, points, k.startswith("dev_")) for k, points in there.items()]
+            share = all(map(is_share, there))
+            picture = plots.curves(item["title"], series, share, item.get("unit", ""))
+            now = statistics.fmean(tenth(series[0].points, last=True))
+            low, high = item.get("sound", (-math.inf, math.inf))
+            shown.append(picture.figure(item.get("note", ""), not low <= now <= high))
+        heading = f"<h3>{heading}</h3>" if heading else ""
+        parts.append(f"{heading}<div class=grid>{''.join(shown)}</div>" if shown else "")
+    if still:
+        parts.append(f"<p>Always the same: {html.escape(', '.join(still))}.</p>")
+    return "".join(parts)
+
+
+def tile(name: str, start: str, end: str, note: str) -> str:
+    change = f"<span>{start} →</span> {end}" if start else end
+    large = f"<h3>{name}</h3><p class=large>{change}</p>"
+    return f"<div class=tile>{large}<p>{html.escape(note)}</p></div>"
+
+
+def worked(log: Log) -> str:
+    """The figures that say whether it worked, in large, and their curves."""
+    tiles, drawn = [], []
+    goal = next((key for key in GOALS if key in log.series), None)
+    if goal:
+        points, share = log.series[goal], is_share(goal)
+        log.shown.add(goal)
+        value = GOALS[goal](y for _, y in points)
+        step = next(x for x, y in points if y == value)
+        name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
+        once, end = len(points) == 1, points[-1]
+        last = f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > step else ", the last"
+        note = f"best at step {step}{last}"
+        if step == points[0][0]:
+            note = "a single validation" if once else f"no better than at first; {note}"
+        start = "" if once else number(points[0][1], share)
+        tiles.append(tile(name, start, number(value, share), note))
+        line = [Series(goal, points, dots=True)]
+        best = None if once else (step, value)
+        drawn.append(plots.curves(name, line, share, best=best))
+    if reward := log.series.get("reward"):
+        log.shown.add("reward")
+        (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
+        n, error = len(tenth(reward)), 1.96 * math.hypot(e, f)
+        note = f"mean of the first and of the last {n} of {len(reward)} steps"
+        note += f": {b - a:+.2f} ± {error:.2f} (95 %)" * (n > 3)
+        once = len(reward) == 1
+        tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
+        drawn.append(plots.trend("Reward", reward, "mean of the rollouts"))
+    for key, name in (
+        ("format_rate", "format rate"),
+        ("hit@1", "at rank 1"),
+        ("em", "exact match"),
+    ):
+        if points := log.series.get(key):
+            a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
+            tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
+    figures = "".join(picture.figure() for picture in drawn)
+    tiles = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
+    return tiles + pictures(log, "Did it work?", figures)
+
+
+def changed(log: Log) -> str:
+    """What became of the responses, over steps, and of prompts that came up again."""
+    shares = ""
+    if steps := [step for step, counts in log.bands.items() if any(counts)]:
+        parts = [[n / sum(log.bands[step]) for n in log.bands[step]] for step in steps]
+        layers = dict(zip(log.labels, zip(*parts)))
+        title = "Ranks of the gold passage" if log.labels is RANKS else "Scores of the answers"
+        picture = plots.stack(title, steps, layers, True, "b", "share of the rollouts")
+        shares = picture.figure("From good, at the bottom, to bad.")
+    cases = reversed(choose_followed(log).items())
+    followed = "".join(followed_section(log, words, name) for name, words in cases)
+    if followed:
+        followed = f"<h3>Prompts followed through the steps</h3>{followed}"
+    return pictures(log, "What changed?", shares) + followed
+
+
+def choose_followed(log: Log) -> dict[str, str]:
+    """Id → what is special, of three prompts that came up often: by reward, last against first."""
+    most = max(map(len, log.rewards.values()), default=0)
+    often = [name for name, seen in log.rewards.items() if len(seen) >= max(2, most / 2)]
+    often.sort(key=lambda name: log.rewards[name][0][1] - log.rewards[name][-1][1])
+    if not often:
+        return {}
+    typical, lost = often[len(often) // 2], often[-1]
+    return {typical: "a typical one", lost: "the one that lost most"} | {
+        often[0]: "the one that gained most"
+    }
+
+
+def appearances(log: Log, name: str) -> dict[int, list[dict]]:
+    """Step → the prompt's responses, best first."""
+    files, found = step_files(log.folder), {}
+    for step in dict.fromkeys(step for step, _ in log.rewards[name]):
+        rows = [row for g in groups(files[step]) if g["id"] == name for row in g["rows"]]
+        found[step] = sorted(rows, key=lambda row: row.get("reward") or -9, reverse=True)
+    return found
+
+
+def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
+    """A dot for every response: its place by rank, or by F1, over the steps."""
+    names = [(0, "1"), (-1, "2–3"), (-2, "4–10"), (-3, "–100"), (-4, "none"), (-5, "form")]
+    if any("f1" in row for rows in found.values() for row in rows):
+        names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
+    dots = [
+        (step, -min(row["band"], 5), row["band"])
+        for step, rows in found.items()
+        for row in rows
+        if row["band"] is not None
+    ]
+    return plots.dots(title, dots, names)
+
+
+def wording(row: dict) -> str:
+    """What a response says, in short."""
+    return str(row.get("rewrite") or row.get("prediction") or row.get("response") or "")[:300]
+
+
+def followed_section(log: Log, words: str, name: str) -> str:
+    """One prompt through the steps: its dots, and the middle one of the responses each time."""
+    found, prompt = appearances(log, name), log.prompts.get(name, {})
+    lines = []
+    for step, rows in found.items():
+        row = rows[len(rows) // 2]
+        chip = ""
+        if row["band"] is not None:
+            label = f"rank {row['rank']}" if row.get("rank") else log.labels[row["band"]]
+            chip = f'<span class="chip b{row["band"]}">{label}</span>'
+        lines.append(f"<li value={step}>{chip} <q dir=auto>{html.escape(wording(row))}</q></li>")
+    every = max(1, math.ceil(len(lines) / 10))
+    kept = lines[:-1:every] + lines[-1:]
+    said = [f"{question} — {answer}" for question, answer in prompt.get("context", ())]
+    asked = "".join(f"<p class=quiet dir=auto>{html.escape(line)}</p>" for line in said)
+    title = html.escape(str(prompt.get("question") or name))
+    picture = followed_picture(found, "All its responses")
+    return (
+        f"<details{' open' * words.endswith('gained most')}><summary>{words}: <b dir=auto>{title}"
+        f"</b></summary><div class=grid><div>{asked}{picture.figure()}</div><div><p>What the "
+        f"middle one of its responses said, at step</p><ol>{''.join(kept)}</ol></div></div>"
+        "</details>"
+    )
+
+
+def timing(log: Log) -> str:
+    """The phases of a step, stacked, and what each takes in all."""
+    names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
+    if not names:
+        return ""
+    log.shown.update(names)
+    values = {name: dict(log.series[name]) for name in names}
+    steps = sorted({int(x) for name in names for x in values[name]})
+    label = {name: name.removeprefix("seconds_") for name in names}
+    layers = {label[name]: [values[name].get(step, 0.0) for step in steps] for name in names}
+    whole = sum(map(sum, layers.values())) or 1.0
+    rows = "".join(
+        f"<tr><th scope=row>{name}<td>{number(sum(layer) / whole, True)}<td>"
+        f"{number(statistics.median(layer))} s<td>{clock(sum(layer))}"
+        for name, layer in layers.items()
+    )
+    picture = plots.stack("Seconds of a step", steps, layers, unit="s").figure(
+        "Columns that stand out, such as a first step that compiles, are cut off."
+    )
+    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>in all"
+    foot = f"<tr><th scope=row>all<td>100 %<td><td>{clock(whole)}"
+    return f"<div class=grid>{picture}<table>{head}{rows}{foot}</table></div>"
+
+
+def clock(seconds: float) -> str:
+    minutes = seconds / 60
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def others(log: Log) -> str:
+    """Curves of all figures that nothing above has shown, folded away."""
+    names = [key for key in log.series if key not in log.shown]
+    drawn = (plots.curves(k, [Series(k, log.series[k])], is_share(k)) for k in names)
+    figures = "".join(picture.figure() for picture in drawn)
+    folded = "<details><summary>All other figures</summary><div class=grid>"
+    return f"{folded}{figures}</div></details>" if names else ""
+
+
+def heading(log: Log) -> str:
+    """What was trained, and how far it has come."""
+    c = log.config
+    size = f"{c.get('prompts_per_step')} prompts × {c.get('group_size')} responses a step"
+    facts = [c.get("task", ""), c.get("model", ""), size * ("group_size" in c)]
+    try:
+        note = read_json(os.path.join(log.folder, "exit.json")) or {}
+    except DataError:
+        note = {}
+    if note:
+        state = f"it ended with status {note.get('status')}: {note.get('reason')}"
+    elif os.path.isdir(os.path.join(log.folder, "final")):
+        state = "finished"
+    else:
+        state = "no end is recorded: it is running, or was killed"
+    planned = f" of {c['steps']}" if c.get("steps") else ""
+    line = "; ".join([*map(str, filter(None, facts)), f"{log.steps}{planned} steps", state])
+    return f"<p>{html.escape(line)}</p>"
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def run_page(folder: str, title: str = "") -> str:
+    """Write report.html into a run's folder; its path. DataError: no step is logged yet."""
+    log = read_log(folder)
+    log.prompts = read_prompts(log.config) if step_files(folder) else {}
+    chunks = dict(packed(log))
+    sections = {
+        "Did it work?": worked(log),
+        "What changed?": changed(log),
+        "Is it healthy?": pictures(log, "Is it healthy?"),
+        "Where does the time go?": timing(log),
+        "The rollouts": plots.asset("browser.html") if chunks else "",
+    }
+    body = heading(log) + "".join(f"<h2>{h}</h2>{part}" for h, part in sections.items() if part)
+    body += others(log)
+    if log.settings:
+        pre = f"<pre tabindex=0>{html.escape(log.settings)}</pre>"
+        body += f"<details><summary>Settings</summary>{pre}</details>"
+    scripts = {step: f'rollouts[{step}]="{text}"' for step, text in chunks.items()}
+    beside = os.path.join(folder, BESIDE)
+    shutil.rmtree(beside, ignore_errors=True)
+    large = sum(map(len, scripts.values())) > PAGE_BYTES
+    for step, script in scripts.items() if large else ():
+        with atomic_write(os.path.join(beside, f"{step}.js")) as f:
+            f.write(script)
+    inline = "" if large else "\n".join(f"<script>{s}</script>" for s in scripts.values())
+    facts = {"steps": list(scripts), "labels": log.labels, "ends": sorted(log.ends - {""})}
+    page = os.path.join(folder, "report.html")
+    with atomic_write(page) as f:
+        name = title or os.path.basename(os.path.abspath(folder))
+        f.write(plots.page(name, body, facts | {"beside": BESIDE}, inline))
+    return page
