@@ -170,20 +170,24 @@ def claim_folder(out: str, tool: str) -> None:
         )
 
 
+def whole_rows(path: str) -> list[tuple[str, dict]]:
+    """(location, row) of a growing JSONL file; without a line that a kill left half-written."""
+    if not os.path.exists(path):
+        return []
+    with open(path, "rb") as f:
+        lines = [line.decode("utf-8", "replace") for line in f if line.endswith(b"\n")]
+    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+    return [(place, data.parse_object(line, place)) for place, line in zip(places, lines)]
+
+
 def begin_metrics(path: str, last: int | None) -> list[dict]:
     """Keep a log's rows up to step `last` (None: the run begins anew), without a half-written line.
     The rows."""
     rows = []
-    if last is not None and os.path.exists(path):
-        with open(path, "rb") as f:
-            whole = [line for line in f if line.endswith(b"\n")]
-        for number, line in enumerate(whole, 1):
-            row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
-            if not isinstance(row.get("step"), int):
-                raise DataError(
-                    f"{path}:{number}: the row has no step; mend the line or move the file away"
-                )
-            rows += [row] * (row["step"] <= last)
+    for place, row in whole_rows(path) if last is not None else ():
+        if not isinstance(row.get("step"), int):
+            raise DataError(f"{place}: the row has no step; mend the line or move the file away")
+        rows += [row] * (row["step"] <= last)
     write_jsonl(path, rows)
     return rows
 
