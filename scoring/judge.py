@@ -79,9 +79,14 @@ class Judge:
         message = {"role": "user", "content": prompt}
         body = {"model": self.model, "messages": [message], "max_tokens": 2048}
         for temperature in TEMPERATURES:
-            tries = 1 if self.away else None  # until the server is back
             body["temperature"] = temperature
-            reply = self.service.fetch("chat/completions", body, tries)
+            tries = 1 if self.away else None  # until the server is back
+            try:
+                reply = self.service.fetch("chat/completions", body, tries)
+                self.away = 0
+            except RetrieverAway:
+                self.away += 1
+                raise
             with contextlib.suppress(KeyError, IndexError, TypeError):  # no chat completion
                 reply = str(reply["choices"][0]["message"]["content"])
                 if verdict := parse_verdict(reply):
@@ -125,10 +130,9 @@ class Judge:
                     row = {"model": self.model, "prompt": prompt} | future.result()
                     f.write(json.dumps(row, ensure_ascii=False) + "\n")
                     f.flush()
-                    known[prompt], self.away = row["judgement"], 0
+                    known[prompt] = row["judgement"]
                 except RetrieverError as e:
                     failures[prompt] = e
-                    self.away = self.away + 1 if isinstance(e, RetrieverAway) else 0
                     if self.away >= GIVE_UP or len(failures) >= GIVE_UP and not known:
                         raise
                 progress.update(1)

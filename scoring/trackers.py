@@ -64,9 +64,10 @@ class Trackers:
                 there = self.open[name] = self.open.get(name) or self.start(name)
                 if name == "tensorboard":
                     for key, value in figures.items():
-                        there.add_scalar(key, value, step, new_style=True, double_precision=True)
+                        there.add_scalar(key, value, step)
                     if cells:
-                        there.add_text("rollouts", markdown_table(head, cells), step)
+                        text = markdown_table(head, cells).replace("<", "&lt;")  # no HTML
+                        there.add_text("rollouts", text, step)
                     there.flush()
                 elif new:
                     table = {"rollouts": there.Table(head, cells)} if cells else {}

@@ -6,6 +6,7 @@ Copies out with search/passages.py and what that needs; no torch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -96,14 +97,13 @@ class Service:
             raise RetrieverAway(f"{url} answered with status 200 and no JSON: {said}") from e
 
     def fetch(self, path: str, body: dict | None = None, tries: int | None = None) -> Any:
-        """The JSON that is answered, after `tries` tries at most."""
-        tries = 1 + self.retries if tries is None else tries
-        for attempt in range(1, tries + 1):
+        """The JSON that is answered, after `tries` tries at most; unset: 1 + `retries`."""
+        for attempt in itertools.count(1):
             try:
                 return self._post(path, body)
             except RetrieverAway as e:
-                if attempt == tries:
-                    problem = f"{e} (asked {tries} times); look at the server, or start it again"
+                if attempt >= (1 + self.retries if tries is None else tries):
+                    problem = f"{e} (asked {attempt} times); look at the server, or start it again"
                     raise RetrieverAway(problem) from e
                 if attempt == 1:
                     print(f"warning: {e}; trying again", file=sys.stderr, flush=True)
