@@ -5,7 +5,7 @@
         retriever.index=index
     python evaluate.py --config cross.yaml      # data sets and retrievers: `sets` and `retrievers`
     python evaluate.py answers=trajectory.jsonl questions=test.jsonl qrels=test.qrels
-    python evaluate.py answers=… questions=… judge=http://127.0.0.1:8000 judge_model=NAME out=scores
+    python evaluate.py answers=… questions=… judge=http://HOST:8000 judge_model=NAME out=FOLDER
 """
 
 from __future__ import annotations

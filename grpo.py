@@ -145,7 +145,7 @@ class GRPOConfig:
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of best/ and final/; an adapter's is float32"""
     log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """trackers that get the rows of metrics.jsonl too (wandb and trackio as configured there)"""
+    """trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 # ============================================================ mathematics: this block copies out;

@@ -123,7 +123,7 @@ class SFTConfig:
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """train, merge: dtype of the exported weights; an adapter's is float32"""
     log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """train: trackers that get the rows of metrics.jsonl too (wandb and trackio as configured there)"""
+    """train: trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 TRAIN_KEYS = (  # what changes the result

@@ -35,7 +35,7 @@ class Trackers:
         self.state = (first and read_json(self.file)) or fresh
 
     def start(self, name: str):
-        """TensorBoard's writer, whose events from `first` on are taken back; a module with a run."""
+        """TensorBoard's writer, its events from `first` on taken back; or a module with its run."""
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
