@@ -128,7 +128,7 @@ class Judge:
                 prompt = asked[future]
                 try:
                     row = {"model": self.model, "prompt": prompt} | future.result()
-                    f.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    f.write(json.dumps(row) + "\n")
                     f.flush()
                     known[prompt] = row["judgement"]
                 except RetrieverError as e:

@@ -246,6 +246,15 @@ def test_what_has_no_verdict_is_counted_and_never_scored(files, capsys, fault):
         assert line["judge"] == 2 / 5 and line["unjudged"] == 0 and len(server.asked) == before + 1
 
 
+def test_half_a_character_in_a_rationale_loses_no_verdict(files):
+    """The file is read back, and written anew, by the next call."""
+    reply = '{"rationale": "\\ud83d\\ude00 \\ud800 é", "judgement": "correct"}'
+    with Endpoint({"Chile": [reply, "judge"]}) as server:
+        assert scored(files, server.url)["judge"] == 3 / 5
+        assert scored(files, server.url)["judge"] == 3 / 5 and len(server.asked) == 3
+    assert any(row["rationale"].startswith("😀") for row in kept(files))
+
+
 def test_a_time_out_is_a_failure_of_that_answer(tmp_path):
     with Endpoint({"slow": ["hang"] * 5}) as server:
         judge = Judge(server.url, "m", str(tmp_path / "judge.jsonl"), 0.3, 4)
