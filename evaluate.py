@@ -5,6 +5,7 @@
         retriever.index=index
     python evaluate.py --config cross.yaml      # data sets and retrievers: `sets` and `retrievers`
     python evaluate.py answers=trajectory.jsonl questions=test.jsonl qrels=test.qrels
+    python evaluate.py answers=… questions=… judge=http://HOST:8000 judge_model=NAME out=FOLDER
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
-from config import ConfigError, at_least, build, save_config, to_dict
+from config import ConfigError, above, at_least, build, save_config, to_dict
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
 from scoring import answers, breakdown
+from scoring.judge import Judge
 from scoring.ranking import (  # noqa: F401  also names of this module
     DEPTH,
     METRICS,
@@ -85,6 +87,15 @@ class EvaluateConfig:
     """cross evaluation: data sets, by commas; each takes the place of @set in paths"""
     retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
+    judge: str = ""
+    """answers: address of an OpenAI-compatible server (`vllm serve`), whose model is asked whether
+    an answer agrees with the golden ones; a key comes from OPENAI_API_KEY"""
+    judge_model: str = ""
+    """the judge's name on that server"""
+    judge_requests: Annotated[int, at_least(1)] = 16
+    """questions put to the judge at a time"""
+    judge_timeout: Annotated[float, above(0)] = 120.0
+    """seconds for one answer of the judge"""
     samples: Annotated[int, at_least(1)] = 10_000
     """bootstrap samples and sign flips"""
     out: str = ""
@@ -122,6 +133,10 @@ def check(cfg: EvaluateConfig) -> None:
     for wrong, message in (
         (cfg.answers and not cfg.questions, "answers need questions=FILE with golden answers"),
         (cfg.answers and others, f"{others} do not go with answers; score them apart"),
+        (
+            cfg.judge and not (cfg.answers and cfg.judge_model and cfg.out),
+            "judge needs answers=FILE, judge_model=NAME, and out=FOLDER, where its verdicts stay",
+        ),
         (unknown, f"query={unknown} is unknown; there are {', '.join(QUERY_TEXTS)}"),
         (not cfg.answers + cfg.run + searched, "give run=, rewrites=, query= or answers= to score"),
         (
@@ -294,6 +309,11 @@ def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
 
 def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers, print the tables, write `out` and FlashRAG's files; all rows."""
+    judge = None
+    if cfg.judge:
+        verdicts = os.path.join(cfg.out, "judge.jsonl")
+        how = cfg.judge_timeout, cfg.judge_requests
+        judge = Judge(cfg.judge, cfg.judge_model, verdicts, *how)
     questions = read_questions(cfg.questions)
     known = [question.id for question in questions]
     qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
@@ -307,6 +327,8 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
         row = answers.count_predictions(found, questions) | {"judged": len(scores["golds"])}
+        if judge:
+            scores["judge"], row["unjudged"] = judge.score(found, questions)
         title = _title(path, systems)
         files[title], systems[title] = found, (row, list(scores.values()))
         shown = {passage for p in found.values() for passage in p.retrieved or ()}

@@ -42,6 +42,7 @@ from retriever import RetrieverConfig
 from reward import parse_response, score_rewrite
 from rollout import TorchEngine, check_engine
 from scoring.health import step_figures, validation_line
+from scoring.trackers import check_trackers
 from training import BETAS, Clock, Stopped
 
 # ================================================================================== configuration
@@ -143,6 +144,8 @@ class GRPOConfig:
     """stop (status 3) when format rate, reward, entropy or KL show a collapsed policy"""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of best/ and final/; an adapter's is float32"""
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 # ============================================================ mathematics: this block copies out;
@@ -545,6 +548,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         wrong = f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]"
     if wrong:
         raise config.ConfigError(wrong)
+    check_trackers(cfg.log_to)
     runs.claim_folder(cfg.out, "grpo.py")
     check_engine(cfg.engine, equal_calls=not episodes)
     if episodes:

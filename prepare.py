@@ -314,7 +314,7 @@ def command_line(argv: list[str]) -> None:
     elif name in ("-h", "--help"):
         print("usage: python prepare.py COMMAND [--config FILE.yaml] [key=value …]\n")
         for command, (_, _, about) in COMMANDS.items():
-            print(f"  {command:11} {about.splitlines()[0]}")
+            print(f"  {command:16} {about.splitlines()[0]}")
         print("\npython prepare.py COMMAND --help lists the command's keys.")
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)

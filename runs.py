@@ -170,25 +170,28 @@ def claim_folder(out: str, tool: str) -> None:
         )
 
 
-def read_metrics(path: str) -> list[dict]:
-    """The rows of a log, without a half-written line at its end."""
-    rows = []
+def whole_rows(path: str) -> list[tuple[str, dict]]:
+    """(location, row) of a growing JSONL file; without a line that a kill left half-written."""
+    if not os.path.exists(path):
+        return []
     with open(path, "rb") as f:
-        whole = [line for line in f if line.endswith(b"\n")]
-    for number, line in enumerate(whole, 1):
-        row = data.parse_object(line.decode("utf-8", "replace"), f"{path}:{number}")
+        lines = [line.decode("utf-8", "replace") for line in f if line.endswith(b"\n")]
+    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
+    return [(place, data.parse_object(line, place)) for place, line in zip(places, lines)]
+
+
+def read_metrics(path: str) -> list[dict]:
+    """The rows of a log, each with its `step`."""
+    rows = whole_rows(path)
+    for place, row in rows:
         if not isinstance(row.get("step"), int):
-            raise DataError(
-                f"{path}:{number}: the row has no step; mend the line or move the file away"
-            )
-        rows.append(row)
-    return rows
+            raise DataError(f"{place}: the row has no step; mend the line or move the file away")
+    return [row for _, row in rows]
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:
     """Keep a log's rows up to step `last` (None: the run begins anew); the rows."""
-    there = read_metrics(path) if last is not None and os.path.exists(path) else []
-    rows = [row for row in there if row["step"] <= last]
+    rows = [row for row in read_metrics(path) if row["step"] <= last] if last is not None else []
     write_jsonl(path, rows)
     return rows
 

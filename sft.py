@@ -38,6 +38,7 @@ from packing import packed_logprobs
 from prompts import INSTRUCTION, eos_token_ids, pad_token_id
 from retriever import RetrieverConfig
 from rollout import check_engine
+from scoring.trackers import check_trackers
 from targets import Example
 from training import BETAS, Clock, Stopped, load_policy
 
@@ -121,6 +122,8 @@ class SFTConfig:
     """train: how many of the newest stay"""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     """train, merge: dtype of the exported weights; an adapter's is float32"""
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """train: trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 TRAIN_KEYS = (  # what changes the result
@@ -419,6 +422,7 @@ def check(cfg: SFTConfig) -> None:
             "temperature"
         )
     check_engine(cfg.engine)
+    check_trackers(cfg.log_to)
     runs.claim_folder(cfg.out, "sft.py")
 
 

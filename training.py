@@ -31,6 +31,7 @@ from reward import parse_response
 from rollout import check_engine_gap, open_engine
 from scoring.health import answer_means, collapse_reason, step_line
 from scoring.ranking import evaluate_run, read_qrels
+from scoring.trackers import Trackers
 
 BETAS = Range(
     "two numbers from 0 to below 1",
@@ -74,14 +75,16 @@ def steps(
     Between two of them: checkpoint, then validation (what fails there loses no step), log, guards,
     and the end where a signal was noted.
     """
+    tracked = Trackers(run.cfg.log_to if run.dist.rank == 0 else [], run.cfg, row["step"])
     while True:
         if run.validate_every and due(run, row, run.validate_every):
             row |= validate(run, row["step"])
         if run.dist.rank == 0 and len(row) > 1:
             runs.append_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), row)
+            tracked.log(row)
         guard(run)
         if row["step"] == run.steps:
-            return
+            return tracked.close()
         yield row["step"]
         row = run.history[-1]
         signalled = distributed.signal_of_any(noted)
@@ -401,7 +404,7 @@ def summary(run) -> dict:
 FREE = (  # keys that may change in a continuation
     "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
     "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
-    "export_dtype qrels"
+    "export_dtype qrels log_to"
 ).split()
 
 

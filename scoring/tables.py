@@ -10,7 +10,7 @@ from scoring.ranking import METRICS, PRINTED
 # key → head of the columns of every table, in this order
 NAMES = {m: m.capitalize() if m.startswith("recall") else m.upper() for m in METRICS} | {
     head.lower().replace(" ", "_").replace("-", "_"): head
-    for head in ("all gold@10", "EM", "F1", "acc", "precision", "recall", "well-formed")
+    for head in ("all gold@10", "EM", "F1", "judge", "acc", "precision", "recall", "well-formed")
     + ("gold recall", "all gold", "searches")
 }
 COUNTS = ("queries", "questions", "missing", "errors", "cut")
@@ -24,6 +24,7 @@ NOTES = {
     "extra": "{extra} further {what} are not judged and were ignored.",
     "cut": "{cut} queries were longer than the retriever takes, and cut.",
     "cut_passages": "{cut_passages} passages are longer than the encoder reads, and cut.",
+    "unjudged": "judge without {unjudged} {what}, of which it gave no verdict.",
     "judged": "gold recall and all gold over the {judged} judged questions.",
 }
 

@@ -1,10 +1,12 @@
-"""The client of serve.py: a retriever elsewhere, with the methods of one that is here.
+"""JSON services over HTTP, and the client of serve.py: a retriever elsewhere, with the methods of
+one that is here.
 
 Copies out with search/passages.py and what that needs; no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -17,7 +19,7 @@ from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries
 
 
 class RetrieverAway(RetrieverError):
-    """A retrieval service gave no answer, however often it was asked: a technical failure."""
+    """A service gave no answer, however often it was asked: a technical failure."""
 
     exit_status = 1
 
@@ -44,12 +46,12 @@ class RemoteIds:
         return {id_ for id_ in ids if self._known[id_]}
 
 
-class RemoteRetriever:
-    """The retriever that serve.py serves at `url`, with the same methods. No proxy is used.
+class Service:
+    """A server that is asked for JSON over HTTP. No proxy is used; threads may share it.
 
     What can pass (no connection, a time-out, a status of 5xx, 408, 425 or 429, a page that is no
     JSON) is tried again `retries` times, after `backoff` seconds, doubling up to 30; then it is
-    RetrieverAway. A refusal and an answer that is not serve.py's are a RetrieverError at once.
+    RetrieverAway. A refusal is a RetrieverError at once.
     """
 
     def __init__(
@@ -58,25 +60,16 @@ class RemoteRetriever:
         timeout: float = 120.0,
         retries: int = 8,
         backoff: float = 1.0,
-        batch: int = 128,
+        headers: dict[str, str] | None = None,
     ):
-        """timeout: seconds for one answer; batch: queries of a request, as far as allowed there"""
+        """timeout: seconds for one answer"""
         import httpx2
 
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
         self.backoff, self.counts = backoff, {"retries": 0, "failed": 0}  # failed: without rank
         if not re.match(r"https?://[^/]", self.url):
             raise RetrieverError(f"url is {url!r}; give a url such as http://127.0.0.1:8000")
-        check_k(batch, "batch")
-        self._client = httpx2.Client(timeout=timeout, trust_env=False)
-        self.health = self.ask("health")
-        self.batch = min(batch, self.health["max_batch"])
-        self.passage_ids = RemoteIds(self)
-
-    @property
-    def cut_queries(self) -> int:
-        """Queries that the server has cut since this client began, for any of its clients."""
-        return self.ask("health")["cut_queries"] - self.health["cut_queries"]
+        self._client = httpx2.Client(timeout=timeout, trust_env=False, headers=headers)
 
     def _post(self, path: str, body: dict | None) -> Any:
         """One try: the JSON of the answer, or of GET where there is no body."""
@@ -103,6 +96,47 @@ class RemoteRetriever:
         except ValueError as e:
             raise RetrieverAway(f"{url} answered with status 200 and no JSON: {said}") from e
 
+    def fetch(self, path: str, body: dict | None = None, tries: int | None = None) -> Any:
+        """The JSON that is answered, after `tries` tries at most; unset: 1 + `retries`."""
+        for attempt in itertools.count(1):
+            try:
+                return self._post(path, body)
+            except RetrieverAway as e:
+                if attempt >= (1 + self.retries if tries is None else tries):
+                    problem = f"{e} (asked {attempt} times); look at the server, or start it again"
+                    raise RetrieverAway(problem) from e
+                if attempt == 1:
+                    print(f"warning: {e}; trying again", file=sys.stderr, flush=True)
+                self.counts["retries"] += 1
+                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
+
+
+class RemoteRetriever(Service):
+    """The retriever that serve.py serves at `url`, with the same methods.
+
+    An answer that is not serve.py's is a RetrieverError at once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 120.0,
+        retries: int = 8,
+        backoff: float = 1.0,
+        batch: int = 128,
+    ):
+        """batch: queries of a request, as far as allowed there"""
+        super().__init__(url, timeout, retries, backoff)
+        check_k(batch, "batch")
+        self.health = self.ask("health")
+        self.batch = min(batch, self.health["max_batch"])
+        self.passage_ids = RemoteIds(self)
+
+    @property
+    def cut_queries(self) -> int:
+        """Queries that the server has cut since this client began, for any of its clients."""
+        return self.ask("health")["cut_queries"] - self.health["cut_queries"]
+
     def ask(
         self,
         path: str,
@@ -115,19 +149,7 @@ class RemoteRetriever:
 
         Without a key: what is needed of the server's /health.
         """
-        tries = 1 + self.retries if tries is None else tries
-        for attempt in range(1, tries + 1):
-            try:
-                answer = self._post(path, body)
-                break
-            except RetrieverAway as e:
-                if attempt == tries:
-                    problem = f"{e} (asked {tries} times); look at the server, or start it again"
-                    raise RetrieverAway(problem) from e
-                if attempt == 1:
-                    print(f"warning: {e}; trying again", file=sys.stderr, flush=True)
-                self.counts["retries"] += 1
-                time.sleep(min(self.backoff * 2 ** (attempt - 1), 30))
+        answer = self.fetch(path, body, tries)
         try:
             if not key:
                 return {k: int(answer[k]) for k in ("count", "max_batch", "cut_queries")}

@@ -70,12 +70,9 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         positives = beside[0].rows("positive_ctxs")
         if not positives:
             raise beside[0].error("no positive passage; every published turn has one")
-        key, gold = (
-            f"topiocqa-{split}_{row.text('Conversation_no')}",
-            positives[0].text("passage_id"),
-        )
-        pairs = list(zip(context[::2], context[1::2]))
-        record = Turn(f"{key}_{turn}", key, turn, pairs, row.text("Question"), [gold])
+        key = f"topiocqa-{split}_{row.text('Conversation_no')}"
+        pairs, golds = list(zip(context[::2], context[1::2])), [positives[0].text("passage_id")]
+        record = Turn(f"{key}_{turn}", key, turn, pairs, row.text("Question"), golds)
         record.answer = row.text("Answer")
         record.extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
         for rewritten in beside[1:]:

@@ -1,4 +1,5 @@
-"""Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG's articles with its questions.
+"""Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG and GraphRAG-Bench with their
+questions.
 
 MultiHop-RAG is split as `convert_dataset.py` of ninehills/deepsearch-rl does it.
 """
@@ -20,6 +21,7 @@ from runs import write_jsonl
 from sources.files import (
     Build,
     DevConfig,
+    PublicConfig,
     Row,
     json_rows,
     make_once,
@@ -92,11 +94,14 @@ class Cut:
     context_fields: str = "title,source,published_at"
     """what stands before every passage: `title` as its title, others as lines `field: value`"""
 
-    def cutter(self) -> Callable[[str, str, dict, str], Iterator[tuple[tuple[int, int], dict]]]:
+    def cutter(
+        self, prefix: str, digits: int = 0
+    ) -> Callable[[str, str, dict, str], Iterator[tuple[tuple[int, int], dict]]]:
         """The function `cut(title, text, metadata, doc_id)`, which yields ((start, end) in `text`,
-        passage without id) for each chunk."""
+        passage) for each chunk; ids are `prefix` and a running number of `digits` at least."""
         names = [name.strip() for name in self.context_fields.split(",")]
         tokenizer = open_tokenizer(self.tokenizer) if self.tokenizer and self.chunk_size else None
+        numbers = itertools.count()
 
         def cut(title: str, text: str, metadata: dict, doc_id: str):
             spans = [(0, len(text))]
@@ -107,9 +112,13 @@ class Cut:
             before = "".join(f"{n}: {metadata[n]}\n" for n in shown) + ("\n" if shown else "")
             for number, (start, end) in enumerate(spans):
                 place = {"doc_id": doc_id, "doc_chunks": len(spans), "doc_chunk_id": number}
-                passage = {"title": title if "title" in names else ""}
-                passage["text"] = before + text[start:end].strip()
-                yield (start, end), passage | {"metadata": metadata | place}
+                passage = {
+                    "id": f"{prefix}{next(numbers):0{digits}d}",
+                    "title": title if "title" in names else "",
+                    "text": before + text[start:end].strip(),
+                    "metadata": metadata | place,
+                }
+                yield (start, end), passage
 
         return cut
 
@@ -147,7 +156,7 @@ def chunk(cfg: ChunkConfig) -> dict:
     config = dataclasses.asdict(cfg) | {"out": "", "source": sha256(cfg.source)}
 
     def fill(folder: str) -> dict:
-        cut, counts = cfg.cutter(), Counter()
+        cut, counts = cfg.cutter(cfg.prefix), Counter()
 
         def passages() -> Iterator[dict]:
             for row in json_rows(cfg.source):
@@ -160,8 +169,8 @@ def chunk(cfg: ChunkConfig) -> dict:
                 known = ("id", "title", "text", "contents", "metadata")
                 metadata = {k: v for k, v in row.items() if k not in known} | row.object("metadata")
                 for _, passage in cut(title, text, metadata, row.text("id")):
-                    yield {"id": f"{cfg.prefix}{counts['passages']}", **passage}
                     counts["passages"] += 1
+                    yield passage
 
         write_jsonl(f"{folder}/corpus.jsonl", with_progress(passages()))
         return dict(counts)
@@ -188,18 +197,17 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
     """
     articles: dict[str, Article] = {}  # by url and by title
-    cut, counts = cfg.cutter(), build.counts
+    cut, counts = cfg.cutter("multihoprag-c", 5), build.counts
 
     def passages() -> Iterator[dict]:
-        ids = (f"multihoprag-c{number:05d}" for number in itertools.count())
         for row in json_rows(build.paths["corpus"]):
             title, body = row.line("title"), row.text("body")
             metadata = {k: v for k, v in row.items() if k not in ("title", "body")}
             article = Article(letters(body), [])
             for span, passage in cut(title, body, metadata, str(counts["articles"])):
                 start, end = (len(letters(body[:at])) for at in span)
-                article.spans.append((start, end, next(ids)))
-                yield {"id": article.spans[-1][2], **passage}
+                article.spans.append((start, end, passage["id"]))
+                yield passage
             counts["articles"] += 1
             for key in (row.get("url"), title):
                 articles.setdefault(key, article)
@@ -252,4 +260,44 @@ class Article(NamedTuple):
         return whole[:1] or [key for start, end, key in self.spans if start < last and first < end]
 
 
-SETS = {"multihoprag": (MultihopragConfig, multihoprag)}
+# ------------------------------------------------------------------------- graphrag-bench
+
+
+@dataclass
+class GraphragConfig(Cut, PublicConfig):
+    """`prepare.py graphrag-novel` and `graphrag-medical`"""
+
+
+def graphrag(cfg: GraphragConfig, build: Build) -> None:
+    """GraphRAG-Bench: questions on novels or a medical guideline, all as test, and the texts cut.
+
+    Its evidence paraphrases the texts, so there are no qrels: it stays in `metadata`, with `source`
+    (the document) and `type`. Of an id that occurs twice the second one gets `-2`.
+    """
+    cut, counts, seen, splits = cfg.cutter(f"{build.name}-c", 5), build.counts, Counter(), []
+
+    def passages() -> Iterator[dict]:
+        for row in json_rows(build.paths["corpus"]):
+            counts["documents"] += 1
+            for _, passage in cut("", row.text("context"), {}, row.text("corpus_name")):
+                yield passage
+
+    build.write_corpus(passages())
+    for row in json_rows(build.paths["questions"]):
+        key, text, answer = row.text("id"), row.line("question"), golden([row.text("answer")], row)
+        seen[key] += 1
+        key += f"-{seen[key]}" if seen[key] > 1 else ""
+        metadata = {"type": row.text("question_type")}
+        metadata |= {
+            k: row[k] for k in row if k not in ("id", "question", "answer", "question_type")
+        }
+        splits.append(("test", Question(key, text, answer, metadata)))
+    counts["questions"] = len(splits)
+    build.write_splits(("test",), splits, judged={})
+
+
+SETS = {
+    "multihoprag": (MultihopragConfig, multihoprag),
+    "graphrag-novel": (GraphragConfig, graphrag),
+    "graphrag-medical": (GraphragConfig, graphrag),
+}

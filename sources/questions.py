@@ -17,14 +17,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 import regex
 
 from data import Question, as_texts, one_line
-from sources.files import (
-    CUT_OFF,
-    Build,
-    DevConfig,
-    PublicConfig,
-    Row,
-    json_rows,
-)
+from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_rows
 
 # ---------------------------------------------------------------------------- pools of paragraphs
 

@@ -9,7 +9,7 @@ from official import make, put
 from test_questions import by_id, golds, jsonl
 from tiny import tiny_tokenizer
 
-from data import DataError, one_line, read_corpus
+from data import DataError, one_line, read_corpus, read_jsonl
 from sources import documents
 
 
@@ -340,3 +340,63 @@ def test_multihoprag_without_context_and_whole_documents(tmp_path):
     assert (
         result["train_questions"] + result["dev_questions"] == 8 and result["test_questions"] == 4
     )
+
+
+def jsonl_rows(path):
+    return [row for _, row in read_jsonl(str(path))]
+
+
+NOVELS = [
+    {"corpus_name": "Novel-1", "context": "Anna went home. " * 40},
+    {"corpus_name": "Novel-2", "context": "Ben sang at night. " * 3},
+]
+
+
+def graphrag_question(n, **changes):
+    return {
+        "id": f"Novel-{n}",
+        "source": "Novel-1",
+        "question": f"Who  is number {n}?",
+        "answer": f" Anna {n} ",
+        "question_type": "Fact Retrieval",
+        "evidence": "Anna is at home.",
+    } | changes
+
+
+@pytest.mark.parametrize("folder", ["Datasets", "Datas", ""])
+def test_graphrag_bench(tmp_path, folder):
+    rows = [graphrag_question(0), graphrag_question(1), graphrag_question(0, answer="Ben")]
+    rows[1] |= {"question_type": "Complex Reasoning", "evidence_triple": ["(a, b, c)"]}
+    corpus, questions_ = ("Corpus", "Questions") if folder else ("", "")
+    put(tmp_path / "files" / folder / corpus / "novel.json", json.dumps(NOVELS))
+    put(tmp_path / "files" / folder / questions_ / "novel_questions.json", json.dumps(rows))
+    result = make(
+        "graphrag-novel", tmp_path / "files", tmp_path / "out", strict=False, chunk_size=50
+    )
+    assert (result["documents"], result["questions"], result["test_judged"]) == (2, 3, 0)
+    passages = jsonl_rows(tmp_path / "out/corpus.jsonl")
+    assert [p["id"] for p in passages] == [f"graphrag-novel-c{i:05d}" for i in range(len(passages))]
+    for novel in NOVELS:  # the passages of a document partition it, in order
+        own = [p for p in passages if p["metadata"]["doc_id"] == novel["corpus_name"]]
+        assert " ".join(p["text"] for p in own) == novel["context"].strip()
+        assert all(p["title"] == "" and len(p["text"].split()) <= 50 for p in own)
+    found = jsonl_rows(tmp_path / "out/test.jsonl")
+    assert [(q["id"], q["question"], q["golden_answers"]) for q in found] == [
+        ("Novel-0", "Who is number 0?", ["Anna 0"]),
+        ("Novel-1", "Who is number 1?", ["Anna 1"]),
+        ("Novel-0-2", "Who is number 0?", ["Ben"]),  # the published file has such a pair
+    ]
+    assert found[1]["metadata"] == {
+        "type": "Complex Reasoning",
+        "source": "Novel-1",
+        "evidence": "Anna is at home.",
+        "evidence_triple": ["(a, b, c)"],
+    }
+    assert not (tmp_path / "out/test.qrels").exists()
+
+
+def test_graphrag_bench_counts_are_the_published_ones(tmp_path):
+    put(tmp_path / "files/novel.json", json.dumps(NOVELS))
+    put(tmp_path / "files/novel_questions.json", json.dumps([graphrag_question(0)]))
+    with pytest.raises(DataError, match="documents: 2 found but 20 published"):
+        make("graphrag-novel", tmp_path / "files", tmp_path / "out")

@@ -17,8 +17,8 @@ WINGS = ["engines", "search", "episodes", "scoring", "sources", "demo"]
 FLOORS = [  # a file imports from lower floors alone; inside a wing any way but in a circle
     ["reward", "packing", "lora", "data", "config", "distributed"],
     ["engines", "model", "prompts", "runs"],
-    ["rollout", "search", "scoring", "sources", "demo"],
-    ["batching", "retriever", "prepare"],
+    ["rollout", "search", "sources", "demo"],
+    ["batching", "retriever", "scoring", "prepare"],
     ["evaluate", "episodes"],
     ["infer", "report", "serve"],
     ["training", "targets"],

@@ -1,0 +1,81 @@
+"""Trackers beside metrics.jsonl, under its names: TensorBoard, Weights & Biases, Trackio."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import uuid
+from itertools import islice
+
+from config import ConfigError, to_dict
+from data import read_jsonl
+from distributed import print0
+from runs import read_json, write_json
+from scoring.tables import markdown_table
+
+
+def check_trackers(names: list[str]) -> None:
+    """ConfigError for a tracker that is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log_to={name} is not installed; run pip install {name}")
+
+
+class Trackers:
+    """The trackers of a run whose next row is of step `first`; one that fails is left out then.
+
+    `out`/trackers.json keeps the run's id there, and its last step, which is not logged again.
+    """
+
+    def __init__(self, names: list[str], cfg, first: int):
+        self.names, self.cfg, self.first, self.open = list(names), cfg, first, {}
+        self.file = os.path.join(cfg.out, "trackers.json")
+        fresh = {"id": uuid.uuid4().hex[:8], "step": -1}
+        self.state = (first and read_json(self.file)) or fresh
+
+    def start(self, name: str):
+        """TensorBoard's writer, its events from `first` on taken back; or a module with its run."""
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            return SummaryWriter(os.path.join(self.cfg.out, name), purge_step=self.first)
+        module, id_ = importlib.import_module(name), self.state["id"]
+        how = {"config": to_dict(self.cfg), "resume": "allow"}
+        how |= {"id": id_, "dir": self.cfg.out} if name == "wandb" else {}
+        project = os.environ.get("WANDB_PROJECT", "nanosearch-r1")
+        module.init(project=project, name=f"{os.path.basename(self.cfg.out)} {id_}", **how)
+        return module
+
+    def log(self, row: dict) -> None:
+        """Log a row; of the first step and those that validate, 16 rollouts as a table too."""
+        step, new = row["step"], row["step"] > self.state["step"]
+        path = os.path.join(self.cfg.out, "rollouts", f"step_{step:06d}.jsonl")
+        shown = os.path.exists(path) and (step == 1 or step % self.cfg.validate_every == 0)
+        rollouts = [r for _, r in islice(read_jsonl(path), 16)] if shown and self.names else []
+        head = list(rollouts[0]) if rollouts else []
+        cells = [[" ".join(str(v).split()).replace("|", "¦") for v in r.values()] for r in rollouts]
+        figures = {k: v for k, v in row.items() if k != "step" and math.isfinite(v)}
+        if self.names and new:
+            write_json(self.file, self.state | {"step": step})
+            self.state["step"] = step
+        for name in list(self.names):
+            try:
+                there = self.open[name] = self.open.get(name) or self.start(name)
+                if name == "tensorboard":
+                    for key, value in figures.items():
+                        there.add_scalar(key, value, step)
+                    if cells:
+                        text = markdown_table(head, cells).replace("<", "&lt;")  # no HTML
+                        there.add_text("rollouts", text, step)
+                    there.flush()
+                elif new:
+                    table = {"rollouts": there.Table(head, cells)} if cells else {}
+                    there.log(figures | table, step=step)
+            except Exception as e:  # an account, a network, a disk: the run goes on without it
+                self.names.remove(name)
+                print0(f"warning: {name} failed, nothing more is logged there: {e!r}")
+
+    def close(self) -> None:
+        for name in set(self.names) & {"wandb", "trackio"}:
+            self.open[name].finish()
