@@ -10,6 +10,7 @@ Shapes: B texts, L tokens, D embedding size, Q queries.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -53,11 +54,11 @@ from search.passages import (  # noqa: F401
     Corpus,
     RetrieverConfig,
     RetrieverError,
+    Source,
     check_same,
     read_meta,
     retriever_settings,
     same_corpus,
-    survey,
 )
 from search.probes import PROBES, rank_probes
 
@@ -410,7 +411,7 @@ def encode(
 
 def build_index(
     folder: str | os.PathLike,
-    corpus: Corpus,
+    corpus: Source,
     model: nn.Module,
     tokenizer: Any,
     encoder: Encoder | None = None,
@@ -540,12 +541,13 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
     """Save the BM25 index of a corpus → (passages, passages indexed now)."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
-        if (meta := read_meta(folder)) is None:
-            count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
-            return count, count
-        now = {"corpus": survey(cfg.corpus, folder)[1]}
-        check_same(folder, meta, now, "Choose another folder, or delete this one.")
-        return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
+        if meta := read_meta(folder):
+            now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
+            check_same(folder, meta, now, "Choose another folder, or delete this one.")
+            with contextlib.suppress(RetrieverError):  # damaged, or of another version: made again
+                return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
+        count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+        return count, count
 
 
 def main(cfg: RetrieverConfig) -> dict | None:

@@ -14,9 +14,10 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from runs import atomic_folder
-from search.passages import RetrieverError, check_k, check_same, read_meta, write_meta
+from runs import atomic_folder, write_json
+from search.passages import RetrieverError, check_same, opening, read_meta
 
+FORMAT = "faiss-1"
 BLOCK = 65536  # vectors that are added at a time, in float32
 GPU_K = 2048  # the longest list that FAISS gives on a GPU
 
@@ -37,12 +38,6 @@ def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
     if getattr(faiss, "get_num_gpus", lambda: 0)() and "HNSW" not in factory:
         return faiss.index_cpu_to_all_gpus(index)
     return index
-
-
-def _settings(nprobe: int, ef_search: int) -> dict:
-    check_k(nprobe, "nprobe")
-    check_k(ef_search, "ef_search")
-    return {"nprobe": nprobe, "ef_search": ef_search}
 
 
 def _size(folder: Path) -> int:
@@ -70,8 +65,7 @@ def build_faiss(
     nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph
     (None: 128) of a search that is not told otherwise
     """
-    search = _settings(32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search)
-    folder, settings = Path(folder), {"format": "faiss-1", "factory": factory, **source}
+    folder, settings = Path(folder), {"format": FORMAT, "factory": factory, **source}
     if (meta := read_meta(folder)) is not None:
         check_same(folder, meta, settings, "Choose another folder, or delete this one.")
         if _size(folder) == meta["bytes"]:
@@ -100,8 +94,10 @@ def build_faiss(
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        search["bytes"] = _size(Path(temporary))
-        write_meta(Path(temporary), settings | search)
+        meta = settings | {"bytes": _size(Path(temporary))}
+        meta["nprobe"] = 32 if nprobe is None else nprobe
+        meta["ef_search"] = 128 if ef_search is None else ef_search
+        write_json(os.path.join(temporary, "meta.json"), meta)
     return count
 
 
@@ -119,37 +115,23 @@ class FaissIndex:
 
         source: what `build_faiss` was given; nprobe, ef_search: None: as saved
         """
-        folder = Path(folder)
-        meta = read_meta(folder)
-        if meta is None or meta.get("format") != "faiss-1":
-            raise RetrieverError(
-                f"there is no FAISS index at {folder}; build it with: python retriever.py "
-                "kind=dense faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT"
-            )
-        check_same(folder, meta, source, "It is another dense index's: delete it, build it again.")
-        faiss, self.meta, self.bytes = _faiss(), meta, meta["bytes"]
-        try:
-            if (size := _size(folder)) != self.bytes:
-                raise RuntimeError(f"{size:,} of its {self.bytes:,} bytes are there")
+        faiss, folder = _faiss(), Path(folder)
+        with opening(folder, format=FORMAT, **source) as self.meta:
+            if (size := _size(folder)) != self.meta["bytes"]:
+                raise ValueError(f"index.faiss has {size:,} of its {self.meta['bytes']:,} bytes")
             index = faiss.read_index(str(folder / "index.faiss"))
-        except RuntimeError as e:
-            reason = str(e).strip().splitlines()[-1]
-            raise RetrieverError(
-                f"{folder}/index.faiss is damaged ({reason}); delete {folder} and build it again"
-            ) from e
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
-        self._index, self._on_cpu = _on_gpus(faiss, index, meta["factory"]), index
+        self._index, self._on_cpu = _on_gpus(faiss, index, self.meta["factory"]), index
         self._parameters = [(faiss.ParameterSpace(), index)]
         if self._index is not index:
             self._parameters.append((faiss.GpuParameterSpace(), self._index))
         self.set(
-            meta["nprobe"] if nprobe is None else nprobe,
-            meta["ef_search"] if ef_search is None else ef_search,
+            self.meta["nprobe"] if nprobe is None else nprobe,
+            self.meta["ef_search"] if ef_search is None else ef_search,
         )
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
-        _settings(nprobe, ef_search)
         for space, index in self._parameters:
             if self._lists:
                 space.set_index_parameter(index, "nprobe", nprobe)

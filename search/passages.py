@@ -325,8 +325,8 @@ class Corpus:
         """folder: of an index, where the ids are written unless an index has them there."""
         self.path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
         self.passages = [] if self.path else list(source)
-        self._starts, self.count, self._hash = [], 0, hashlib.sha256()
-        rows, wanted = self._ids(), folder is not None
+        self._starts, self.count, digest = [], 0, hashlib.sha256()
+        rows, wanted = self._read(digest), folder is not None
         if wanted and read_meta(folder) is not None:
             with contextlib.suppress(OSError, ValueError):  # missing or damaged
                 wanted = not PassageIds.open(folder)
@@ -337,10 +337,11 @@ class Corpus:
             raise RetrieverError(f"{name} has no passages; an index needs at least one")
         if ids:
             ids.save(folder)
-        self.digest = self._hash.hexdigest()
+        self.digest = digest.hexdigest()
         self.size = {"corpus_bytes": os.path.getsize(self.path)} if self.path else {}
 
-    def _ids(self) -> Iterator[str]:
+    def _read(self, digest: Any) -> Iterator[str]:
+        """The ids; notes on the way where parts begin, and adds to the digest."""
         rows = located_passages(self.path) if self.path else ((0, 0, p) for p in self.passages)
         for self.count, (line, byte, passage) in enumerate(rows, 1):
             if passage.id.split() != [passage.id]:  # in memory; a reader has looked at a file's
@@ -350,7 +351,7 @@ class Corpus:
             if self.count % PART == 1:
                 self._starts.append((line, byte))
             content = f"{passage.id}\x1f{passage.contents}\x1e"
-            self._hash.update(content.encode("utf-8", "replace"))
+            digest.update(content.encode("utf-8", "replace"))
             yield passage.id
 
     def _lines(self, id_: str) -> list[str]:

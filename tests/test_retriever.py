@@ -26,7 +26,7 @@ from tiny_retrieval import (
 
 import retriever as R
 from config import ConfigError
-from data import Passage
+from data import DataError, Passage
 from retriever import (
     DenseRetriever,
     Index,
@@ -354,7 +354,7 @@ def test_an_index_of_another_corpus_is_not_opened(tmp_path, kind):
             )
     write_corpus(path, longer)
     open_retriever(cfg)
-    with pytest.raises(RetrieverError, match="nowhere: No such file"):
+    with pytest.raises(DataError, match="nowhere: No such file"):
         open_retriever(replace(cfg, corpus=str(tmp_path / "nowhere")))
 
 
