@@ -124,22 +124,14 @@ class ANCE(nn.Module):
 
 def _model_file(name: str, filename: str) -> Path | None:
     """A model's file, fetched from the hub if `name` is no folder; None: it has no such file."""
-    if os.path.isdir(name):
-        path = Path(name, filename)
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from transformers.utils import cached_file
 
-    try:
-        return Path(hf_hub_download(name, filename))
-    except EntryNotFoundError as e:
-        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach
-            raise
-        return None
+    path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if path else None
 
 
 def _model_json(name: str, filename: str) -> Any:
-    """Content of a model's JSON file; None where it has no such file."""
+    """Content of a model's JSON file, or None."""
     path = _model_file(name, filename)
     return json.loads(path.read_text("utf-8")) if path else None
 
@@ -157,8 +149,8 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
     E5 is known by its name, others by their sentence-transformers files.
     """
-    cached = [part for part in Path(name).parts if part.startswith("models--")]  # the hub's cache
-    own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()
+    cached = re.findall(r"models--[^/]*--([^/]*)", name)  # a folder of the hub's cache
+    own = (cached[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
     if modules := _model_json(name, "modules.json"):
         kinds = {module["type"].rsplit(".", 1)[-1] for module in modules}
@@ -274,23 +266,22 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
         )
     encoder, most = replace(encoder, name=name, **overrides), position_limit(config)
     lengths = {k: min(getattr(encoder, k), most) for k in ("query_length", "passage_length")}
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.float().eval().to(device), tokenizer, replace(encoder, **lengths)
 
 
 def default_encoder(model: nn.Module) -> Encoder:
-    """ANCE's settings for an ANCE model, mean pooling for any other."""
     return ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
     """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays."""
-    out = []
-    for ids in tokens:
-        if len(ids) > length:
-            ids = np.append(ids[: length - 1], ids[-1] if ids[-1] in ends else ids[length - 1])
-        out.append(ids)
-    return out
+
+    def cut(ids: np.ndarray) -> np.ndarray:
+        return np.append(ids[: length - 1], ids[-1] if ids[-1] in ends else ids[length - 1])
+
+    return [cut(ids) if len(ids) > length else ids for ids in tokens]
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
