@@ -562,7 +562,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
 def _build(cfg: RetrieverConfig) -> dict | None:
     """`main` within a process group or without one."""
     started, first = time.monotonic(), not dist.is_initialized() or dist.get_rank() == 0
-    count, indexed, dim, truncated = 0, 0, None, 0
+    report = {"kind": cfg.kind, "index": cfg.index, "dim": None, "truncated": 0}
     if cfg.kind != "bm25":
         model, tokenizer, encoder, batch_tokens = _load(cfg)
         workers = cfg.workers
@@ -571,23 +571,21 @@ def _build(cfg: RetrieverConfig) -> dict | None:
             workers = min(16, max(share, 1)) if next(model.parameters()).is_cuda else 0
         parts = model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *parts)
-        count, indexed, dim = len(index.ids), index.encoded, index.meta["dim"]
-        truncated = index.cut_passages
+        report |= {"count": len(index.ids), "indexed": index.encoded, "dim": index.meta["dim"]}
+        report["truncated"] = index.cut_passages
         if cfg.faiss and first:
             folder, source = faiss_place(index, cfg.index, cfg.faiss)
-            settings = cfg.faiss, source, cfg.nprobe, cfg.ef_search
-            build_faiss(folder, index.shards, *settings)
+            build_faiss(folder, index.shards, cfg.faiss, source, cfg.nprobe, cfg.ef_search)
     if not first:
         return None
     if cfg.kind != "dense":
-        words = build_bm25(cfg)
-        count, indexed = words if cfg.kind == "bm25" else (count, indexed)
+        count, indexed = build_bm25(cfg)
+        report = {"count": count, "indexed": indexed} | report  # of a hybrid, the dense index's
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())
-    report = {"kind": cfg.kind, "index": cfg.index, "count": count, "dim": dim, "indexed": indexed}
-    report |= {"truncated": truncated, "seconds": round(seconds, 2)}
-    return report | {"passages_per_s": round(indexed / max(seconds, 1e-9), 1), "bytes": size}
+    report |= {"seconds": round(seconds, 2), "bytes": size}
+    return report | {"passages_per_s": round(report["indexed"] / max(seconds, 1e-9), 1)}
 
 
 def check(cfg: RetrieverConfig) -> dict:

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, Callable, Literal, NoReturn
 
 from config import ConfigError, above, at_least, run
@@ -122,31 +123,35 @@ class Service:
         """Answer jobs of one key by one call; if it fails, by one each, so that one alone fails."""
         (call, number), items = jobs[0].key, [item for job in jobs for item in job.items]
         self.counts["calls"] += 1
-        problem = None
         try:
             answers = list(call(*map(list, zip(*items)), number))
             if len(answers) != len(items):
                 raise RuntimeError(f"{len(answers)} answers to {len(items)} queries")
+            rest = iter(answers)
+            found = [list(islice(rest, len(job.items))) for job in jobs]
         except Exception as e:
             if len(jobs) > 1:
                 for job in jobs:
                     self._call([job])
                 return
-            problem, answers = e if isinstance(e, Refused) else self._failure(call, e), []
+            found = [self._failure(call, e)]
 
         def deliver() -> None:
-            for job in jobs:
-                own, answers[: len(job.items)] = answers[: len(job.items)], []
-                if not job.answer.done():
-                    job.answer.set_exception(problem) if problem else job.answer.set_result(own)
+            for job, answer in zip(jobs, found):
+                if job.answer.done():  # its client had a 504 meanwhile
+                    continue
+                failed = isinstance(answer, Refused)
+                job.answer.set_exception(answer) if failed else job.answer.set_result(answer)
 
         with contextlib.suppress(RuntimeError):  # the server has ended: nobody waits
             jobs[0].answer.get_loop().call_soon_threadsafe(deliver)
 
     def _failure(self, call: Callable, e: Exception) -> Refused:
+        if isinstance(e, Refused):
+            return e
         if call == self.retriever.gold_ranks and isinstance(e, RetrieverError):  # an unknown gold
             return Refused(422, str(e))
-        traceback.print_exc()
+        traceback.print_exception(e)
         return Refused(500, f"the retriever failed: {type(e).__name__}: {e}")
 
     async def _ask(self, call: Callable, items: list[tuple], number: int) -> list:
@@ -226,7 +231,6 @@ class Service:
         }
 
     def close(self) -> dict:
-        """Let the thread finish what waits."""
         self.jobs.put(None)
         self.thread.join(self.cfg.timeout)
         return self.status()

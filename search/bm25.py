@@ -24,7 +24,7 @@ from typing import Callable, Iterable, Sequence
 import numpy as np
 
 from data import Passage
-from runs import Progress, atomic_folder, write_json
+from runs import Progress, atomic_folder
 from search.analysis import make_analyzer
 from search.passages import (
     Corpus,
@@ -37,6 +37,7 @@ from search.passages import (
     in_processes,
     mapped,
     opening,
+    write_meta,
 )
 
 FORMAT = "bm25-3"
@@ -153,7 +154,7 @@ def build_postings(
             shutil.rmtree(own)
         meta = {"format": FORMAT, "analyzer": analyzer, "count": corpus.count}
         meta |= {"corpus": corpus.digest, "tokens": tokens, "documents": documents}
-        write_json(str(temporary / "meta.json"), meta | corpus.size)
+        write_meta(temporary, meta | corpus.size)
     return corpus.count
 
 

@@ -46,6 +46,7 @@ from search.passages import (
     opening,
     read_meta,
     tokenise,
+    write_meta,
 )
 
 WINDOW = 8 * PART  # passages sorted by length and encoded together
@@ -128,7 +129,7 @@ def build_shards(
         if (meta := read_meta(folder)) is None:
             notes = {"encoder": encoder.name, "query_length": encoder.query_length}
             meta = wanted | notes | {"complete": False, "shards": []} | corpus.size
-            write_json(str(folder / "meta.json"), meta)
+            write_meta(folder, meta)
         check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
         return meta, corpus
 
@@ -245,7 +246,7 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
             "ranks one folder, on a file system that they share"
         )
     if encoded or not meta["complete"]:
-        write_json(str(folder / "meta.json"), meta | {"complete": True, "shards": entries})
+        write_meta(folder, meta | {"complete": True, "shards": entries})
     for path in folder.glob("shard-*.json"):
         path.unlink()
 

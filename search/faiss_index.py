@@ -14,8 +14,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from runs import atomic_folder, write_json
-from search.passages import RetrieverError, check_same, opening, read_meta
+from runs import atomic_folder
+from search.passages import RetrieverError, check_same, opening, read_meta, write_meta
 
 FORMAT = "faiss-1"
 BLOCK = 65536  # vectors that are added at a time, in float32
@@ -97,7 +97,7 @@ def build_faiss(
         meta = settings | {"bytes": _size(Path(temporary))}
         meta["nprobe"] = 32 if nprobe is None else nprobe
         meta["ef_search"] = 128 if ef_search is None else ef_search
-        write_json(os.path.join(temporary, "meta.json"), meta)
+        write_meta(Path(temporary), meta)
     return count
 
 

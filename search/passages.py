@@ -463,6 +463,11 @@ def read_meta(folder: Path) -> dict | None:
         raise RetrieverError(f"{folder}/meta.json is damaged ({e}); build the index again") from e
 
 
+def write_meta(folder: Path, meta: dict) -> None:
+    with atomic_write(str(folder / "meta.json")) as f:
+        f.write(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+
+
 def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
     """RetrieverError names the first setting of an index that is not the one asked for."""
     for key, value in want.items():

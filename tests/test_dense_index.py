@@ -129,7 +129,6 @@ def test_index_roundtrip_and_refusals(tmp_path):
     ]
     assert "p0003" in a.passage_ids and "p9999" not in a.passage_ids
 
-
     wrong = [
         (load_encoder(str(tmp_path / "other"), device="cpu", passage_length=16), "fingerprint"),
         ((model, tokenizer, replace(encoder, pooling="first")), "pooling"),
@@ -413,9 +412,7 @@ def test_faiss_indexes_beside_the_exact_one(tmp_path):
     whole, cfg.faiss = file.read_bytes(), "Flat"
     for damage in (b"", whole[:100], b"x" * len(whole), None):
         file.write_bytes(damage) if damage is not None else file.unlink()
-        with pytest.raises(
-            RetrieverError, match="faiss-Flat is damaged .*builds it again"
-        ):
+        with pytest.raises(RetrieverError, match="faiss-Flat is damaged .*builds it again"):
             open_retriever(cfg)
     R.main(cfg)  # the build sees that the file is gone
     assert file.read_bytes() == whole
