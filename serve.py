@@ -308,7 +308,8 @@ def endpoint(answer: Callable) -> Callable:
             body = model.model_validate(json.loads(await request.body()))
         except ValidationError as e:
             problems = [
-                f"{'.'.join(map(str, error['loc']))}: {error['msg']} (got {error['input']!r:.60})"
+                f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']} "
+                f"(got {error['input']!r:.60})"
                 for error in e.errors()[:5]
             ]
             raise Refused(422, "; ".join(problems)) from e

@@ -176,44 +176,39 @@ def _tokens(
 def _encode_shards(
     folder: Path, missing: dict[int, range], tokens: Iterator[list[np.ndarray]], encode: Encode
 ) -> None:
-    """Encode shards (number → passages) window by window, while a thread keeps the last window."""
+    """Encode shards (number → passages), while a thread writes the last one."""
     bar, kept = Progress(sum(map(len, missing.values())), f"index {folder}"), None
     with ThreadPoolExecutor(1) as keeper:
         for number, span in missing.items():
-            shard, cut = [], 0
+            parts, cut = [], 0
             for start in range(0, len(span), WINDOW):
-                rows, texts = span[start : start + WINDOW], []
-                while len(texts) < len(rows):
+                texts: list[np.ndarray] = []
+                while len(texts) < len(span[start : start + WINDOW]):
                     texts += next(tokens)
                 vectors, more = encode(texts, bar.update)
-                cut += more
-                if kept is not None:
-                    kept.result()
-                last = cut if rows.stop == span.stop else None
-                kept = keeper.submit(_keep, folder, number, shard, rows, vectors, last)
+                parts, cut = [*parts, vectors], cut + more
+            if kept is not None:
+                kept.result()
+            kept = keeper.submit(_keep, folder, number, span, torch.cat(parts), cut)
         kept.result()
     bar.close()
 
 
-def _keep(
-    folder: Path, number: int, shard: list, rows: range, vectors: Tensor, cut: int | None
-) -> None:
-    """Add the vectors (len(rows), D) fp16 of passages to a shard; given `cut`, write it."""
+def _keep(folder: Path, number: int, span: range, vectors: Tensor, cut: int) -> None:
+    """Write a shard, (len(span), D) fp16, and its entry."""
     finite = torch.isfinite(vectors).all(1)  # a number too large for fp16 is infinite there
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
         raise RetrieverError(
-            f"the vector of passage {PassageIds.open(folder)[rows[bad[0]]]!r} is not finite in "
-            f"fp16 ({len(bad)} such of {len(rows)}); look at that passage, or use another encoder"
+            f"the vector of passage {PassageIds.open(folder)[span[bad[0]]]!r} is not finite in "
+            f"fp16 ({len(bad)} such of {len(span)}); look at that passage, or use another encoder"
         )
-    shard.append(vectors.cpu().numpy())
-    if cut is not None:
-        path, array = folder / f"shard-{number:05d}.npy", np.concatenate(shard)
-        with atomic_write(str(path), "wb") as f:
-            np.save(f, array)
-        entry = {"file": path.name, "rows": len(array), "truncated": cut}
-        entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        write_json(str(path.with_suffix(".json")), entry)
+    path = folder / f"shard-{number:05d}.npy"
+    with atomic_write(str(path), "wb") as f:
+        np.save(f, vectors.cpu().numpy())
+    entry = {"file": path.name, "rows": len(span), "truncated": cut}
+    entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    write_json(str(path.with_suffix(".json")), entry)
 
 
 def _sha256(path: Path) -> str:

@@ -45,12 +45,6 @@ def _size(folder: Path) -> int:
     return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
 
 
-def _sample(shards: Sequence[np.ndarray], number: int) -> np.ndarray:
-    """(about `number`, D) float32: vectors spread evenly over the shards."""
-    step = max(-(-sum(map(len, shards)) // number), 1)
-    return np.concatenate([shard[::step] for shard in shards]).astype(np.float32)
-
-
 def build_faiss(
     folder: str | os.PathLike,
     shards: Sequence[np.ndarray],
@@ -86,7 +80,8 @@ def build_faiss(
             "needs dozens of them: give a smaller number"
         )
     index = _on_gpus(faiss, on_cpu, factory)
-    index.train(_sample(shards, max(64 * lists, 1 << 18)))
+    step = max(-(-count // max(64 * lists, 1 << 18)), 1)  # a sample, evenly over the shards
+    index.train(np.concatenate([shard[::step] for shard in shards]).astype(np.float32))
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
             index.add(shard[start : start + BLOCK].astype(np.float32))
