@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -44,10 +45,11 @@ from retriever import (
 )
 from runs import only_writer
 from search import dense_index
+from search import passages as shared
 from search.bm25 import BM25Retriever
 from search.faiss_index import FaissIndex
 from search.fusion import HybridRetriever
-from search.passages import PassageIds, RetrieverError
+from search.passages import Corpus, PassageIds, RetrieverError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -351,6 +353,19 @@ def test_stored_ids_are_those_in_memory(tmp_path):
             assert missing not in found
     with pytest.raises(RetrieverError, match="'東' occurs more than once"):
         PassageIds(["b", "東", "a", "東"])
+
+
+def test_parts_of_a_corpus_are_its_slices(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "PART", 7)
+    given, path = passages(40), tmp_path / "c.jsonl"
+    write_corpus(path, given)
+    path.write_text(path.read_text().replace("\n", "\n\n"))
+    corpora = Corpus(given), Corpus(str(path))
+    for corpus in corpora:
+        for start, stop in ((0, 40), (0, 7), (6, 8), (7, 14), (13, 30), (39, 40)):
+            part = pickle.loads(pickle.dumps(corpus.part(start, stop)))  # as a process gets it
+            assert list(part) == given[start:stop]
+    assert len({(corpus.count, corpus.digest) for corpus in corpora}) == 1
 
 
 def test_faiss_indexes_beside_the_exact_one(tmp_path):
