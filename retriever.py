@@ -10,6 +10,7 @@ Shapes: B texts, L tokens, D embedding size, Q queries.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -53,11 +54,11 @@ from search.passages import (  # noqa: F401
     Corpus,
     RetrieverConfig,
     RetrieverError,
+    Source,
     check_same,
     read_meta,
     retriever_settings,
     same_corpus,
-    survey,
 )
 from search.probes import PROBES, rank_probes
 
@@ -123,22 +124,14 @@ class ANCE(nn.Module):
 
 def _model_file(name: str, filename: str) -> Path | None:
     """A model's file, fetched from the hub if `name` is no folder; None: it has no such file."""
-    if os.path.isdir(name):
-        path = Path(name, filename)
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from transformers.utils import cached_file
 
-    try:
-        return Path(hf_hub_download(name, filename))
-    except EntryNotFoundError as e:
-        if isinstance(e, LocalEntryNotFoundError):  # the hub is out of reach
-            raise
-        return None
+    path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if path else None
 
 
 def _model_json(name: str, filename: str) -> Any:
-    """Content of a model's JSON file; None where it has no such file."""
+    """Content of a model's JSON file, or None."""
     path = _model_file(name, filename)
     return json.loads(path.read_text("utf-8")) if path else None
 
@@ -156,8 +149,8 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
     E5 is known by its name, others by their sentence-transformers files.
     """
-    cached = [part for part in Path(name).parts if part.startswith("models--")]  # the hub's cache
-    own = (cached[-1].split("--")[-1] if cached else Path(name).name).lower()
+    cached = re.findall(r"models--[^/]*--([^/]*)", name)  # a folder of the hub's cache
+    own = (cached[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
     if modules := _model_json(name, "modules.json"):
         kinds = {module["type"].rsplit(".", 1)[-1] for module in modules}
@@ -273,23 +266,22 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
         )
     encoder, most = replace(encoder, name=name, **overrides), position_limit(config)
     lengths = {k: min(getattr(encoder, k), most) for k in ("query_length", "passage_length")}
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.float().eval().to(device), tokenizer, replace(encoder, **lengths)
 
 
 def default_encoder(model: nn.Module) -> Encoder:
-    """ANCE's settings for an ANCE model, mean pooling for any other."""
     return ANCE_ENCODER if isinstance(model, ANCE) else MEAN_ENCODER
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
     """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays."""
-    out = []
-    for ids in tokens:
-        if len(ids) > length:
-            ids = np.append(ids[: length - 1], ids[-1] if ids[-1] in ends else ids[length - 1])
-        out.append(ids)
-    return out
+
+    def cut(ids: np.ndarray) -> np.ndarray:
+        return np.append(ids[: length - 1], ids[-1] if ids[-1] in ends else ids[length - 1])
+
+    return [cut(ids) if len(ids) > length else ids for ids in tokens]
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
@@ -410,7 +402,7 @@ def encode(
 
 def build_index(
     folder: str | os.PathLike,
-    corpus: Corpus,
+    corpus: Source,
     model: nn.Module,
     tokenizer: Any,
     encoder: Encoder | None = None,
@@ -540,12 +532,13 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
     """Save the BM25 index of a corpus → (passages, passages indexed now)."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
-        if (meta := read_meta(folder)) is None:
-            count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
-            return count, count
-        now = {"corpus": survey(cfg.corpus, folder)[1]}
-        check_same(folder, meta, now, "Choose another folder, or delete this one.")
-        return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
+        if meta := read_meta(folder):
+            now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
+            check_same(folder, meta, now, "Choose another folder, or delete this one.")
+            with contextlib.suppress(RetrieverError):  # damaged, or of another version: made again
+                return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
+        count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
+        return count, count
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
@@ -569,7 +562,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
 def _build(cfg: RetrieverConfig) -> dict | None:
     """`main` within a process group or without one."""
     started, first = time.monotonic(), not dist.is_initialized() or dist.get_rank() == 0
-    count, indexed, dim, truncated = 0, 0, None, 0
+    report = {"kind": cfg.kind, "index": cfg.index, "dim": None, "truncated": 0}
     if cfg.kind != "bm25":
         model, tokenizer, encoder, batch_tokens = _load(cfg)
         workers = cfg.workers
@@ -578,23 +571,21 @@ def _build(cfg: RetrieverConfig) -> dict | None:
             workers = min(16, max(share, 1)) if next(model.parameters()).is_cuda else 0
         parts = model, tokenizer, encoder, cfg.shard_size, batch_tokens, workers
         index = build_index(Path(cfg.index, "dense"), cfg.corpus, *parts)
-        count, indexed, dim = len(index.ids), index.encoded, index.meta["dim"]
-        truncated = index.cut_passages
+        report |= {"count": len(index.ids), "indexed": index.encoded, "dim": index.meta["dim"]}
+        report["truncated"] = index.cut_passages
         if cfg.faiss and first:
             folder, source = faiss_place(index, cfg.index, cfg.faiss)
-            settings = cfg.faiss, source, cfg.nprobe, cfg.ef_search
-            build_faiss(folder, index.shards, *settings)
+            build_faiss(folder, index.shards, cfg.faiss, source, cfg.nprobe, cfg.ef_search)
     if not first:
         return None
     if cfg.kind != "dense":
-        words = build_bm25(cfg)
-        count, indexed = words if cfg.kind == "bm25" else (count, indexed)
+        count, indexed = build_bm25(cfg)
+        report = {"count": count, "indexed": indexed} | report  # of a hybrid, the dense index's
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())
-    report = {"kind": cfg.kind, "index": cfg.index, "count": count, "dim": dim, "indexed": indexed}
-    report |= {"truncated": truncated, "seconds": round(seconds, 2)}
-    return report | {"passages_per_s": round(indexed / max(seconds, 1e-9), 1), "bytes": size}
+    report |= {"seconds": round(seconds, 2), "bytes": size}
+    return report | {"passages_per_s": round(report["indexed"] / max(seconds, 1e-9), 1)}
 
 
 def check(cfg: RetrieverConfig) -> dict:

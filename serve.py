@@ -7,10 +7,11 @@ docs/serving.md has the requests and answers of every client, and the limits. A 
 a 4xx and a failed search a 5xx, with the reason as {"detail": text}, never an empty list.
 """
 
-# no `from __future__ import annotations`: FastAPI reads the types of functions inside functions
+# no `from __future__ import annotations`: pydantic reads the types of functions inside functions
 
 import asyncio
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -21,9 +22,9 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NoReturn
+from itertools import islice
+from typing import Annotated, Any, Callable, Literal, NoReturn
 
 from config import ConfigError, above, at_least, run
 from data import DataError
@@ -66,7 +67,7 @@ def check_config(cfg: ServeConfig) -> None:
     if cfg.mcp == "stdio" and not (cfg.corpus or cfg.retriever.corpus):
         raise ConfigError("mcp=stdio answers with passage texts: give corpus=FILE")
     try:
-        import fastapi  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
 
         if cfg.mcp != "off":
@@ -83,9 +84,9 @@ class Refused(Exception):
 class Job:
     """The queries of one request (with their golds, for ranks). Jobs of equal keys share a call."""
 
-    key: tuple[str, int]  # method of the retriever; k or cutoff
+    key: tuple[Callable, int]  # what is called with the queries; k or cutoff
     items: list[tuple]
-    future: Future = field(default_factory=Future)
+    answer: asyncio.Future
 
 
 class Service:
@@ -100,7 +101,7 @@ class Service:
     ):
         self.cfg, self.retriever, self.texts, self.qrels = cfg, retriever, texts, qrels
         self.counts = dict.fromkeys(("requests", "queries", "calls", "refused", "failed"), 0)
-        self.waiting, self.jobs, self.started = 0, queue.Queue(), time.monotonic()
+        self.waiting, self.jobs, self.started = 0, queue.SimpleQueue(), time.monotonic()
         self.thread = threading.Thread(target=self._work, name="retriever", daemon=True)
         self.thread.start()
 
@@ -114,44 +115,56 @@ class Service:
                     break
                 jobs.append(self.jobs.get())
             # those that had their 504 are cancelled, and not searched
-            ready = [job for job in jobs if job and job.future.set_running_or_notify_cancel()]
+            ready = [job for job in jobs if job and not job.answer.cancelled()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
 
     def _call(self, jobs: list[Job]) -> None:
         """Answer jobs of one key by one call; if it fails, by one each, so that one alone fails."""
-        (method, number), items = jobs[0].key, [item for job in jobs for item in job.items]
+        (call, number), items = jobs[0].key, [item for job in jobs for item in job.items]
         self.counts["calls"] += 1
         try:
-            answers = list(getattr(self.retriever, method)(*map(list, zip(*items)), number))
+            answers = list(call(*map(list, zip(*items)), number))
             if len(answers) != len(items):
                 raise RuntimeError(f"{len(answers)} answers to {len(items)} queries")
+            rest = iter(answers)
+            found = [list(islice(rest, len(job.items))) for job in jobs]
         except Exception as e:
             if len(jobs) > 1:
                 for job in jobs:
                     self._call([job])
-            elif method == "gold_ranks" and isinstance(e, RetrieverError):  # an unknown gold
-                jobs[0].future.set_exception(Refused(422, str(e)))
-            else:
-                traceback.print_exc()
-                problem = f"the retriever failed: {type(e).__name__}: {e}"
-                jobs[0].future.set_exception(Refused(500, problem))
-            return
-        for job in jobs:
-            job.future.set_result(answers[: len(job.items)])
-            del answers[: len(job.items)]
+                return
+            found = [self._failure(call, e)]
 
-    async def _ask(self, method: str, items: list[tuple], number: int) -> list:
+        def deliver() -> None:
+            for job, answer in zip(jobs, found):
+                if job.answer.done():  # its client had a 504 meanwhile
+                    continue
+                failed = isinstance(answer, Refused)
+                job.answer.set_exception(answer) if failed else job.answer.set_result(answer)
+
+        with contextlib.suppress(RuntimeError):  # the server has ended: nobody waits
+            jobs[0].answer.get_loop().call_soon_threadsafe(deliver)
+
+    def _failure(self, call: Callable, e: Exception) -> Refused:
+        if isinstance(e, Refused):
+            return e
+        if call == self.retriever.gold_ranks and isinstance(e, RetrieverError):  # an unknown gold
+            return Refused(422, str(e))
+        traceback.print_exception(e)
+        return Refused(500, f"the retriever failed: {type(e).__name__}: {e}")
+
+    async def _ask(self, call: Callable, items: list[tuple], number: int) -> list:
         """Put a job into the queue and wait for its answer."""
         self.counts["requests"] += 1
         self.counts["queries"] += len(items)
         if not items:
             return []
-        job = Job((method, number), items)
+        answer = asyncio.get_running_loop().create_future()
         self.waiting += len(items)
-        self.jobs.put(job)
+        self.jobs.put(Job((call, number), items, answer))
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(job.future), self.cfg.timeout)
+            return await asyncio.wait_for(answer, self.cfg.timeout)
         except asyncio.TimeoutError:
             problem = f"no answer within {self.cfg.timeout:g} s (timeout); send less at once"
             raise Refused(504, problem) from None
@@ -165,38 +178,41 @@ class Service:
 
     async def search(self, queries: list[str], k: int) -> list:
         """A list of (id, score) for every query."""
-        return await self._ask("search", [(query,) for query in queries], k)
+        return await self._ask(self.retriever.search, [(query,) for query in queries], k)
 
     async def gold_ranks(self, queries: list[str], golds: list[list[str]], cutoff: int) -> list:
         """The rank of every query: a number, None, or FAILED."""
         if len(golds) != len(queries):
             problem = f"{len(queries)} queries but {len(golds)} golds or query ids"
             raise Refused(422, f"{problem}: give one a query")
-        return await self._ask("gold_ranks", list(zip(queries, golds)), cutoff)
+        return await self._ask(self.retriever.gold_ranks, list(zip(queries, golds)), cutoff)
 
     async def ranks_by_query_id(self, queries: list[str], ids: list[str], topk: int) -> list[int]:
         """As ConvSearch-R1's clients ask: golds from the qrels, -1 for a gold that is not found."""
         if self.qrels is None:
             raise Refused(501, "no gold passages of query_ids: start the server with qrels=FILE")
-        try:
-            golds = [self.qrels[id_] for id_ in ids]
-        except KeyError as e:
-            raise Refused(422, f"query id {e} has no gold passage in this server's qrels") from e
-        ranks = await self.gold_ranks(queries, golds, topk)
+        if unknown := [id_ for id_ in ids if id_ not in self.qrels]:
+            problem = f"query id {unknown[0]!r} has no gold passage in this server's qrels"
+            raise Refused(422, problem)
+        ranks = await self.gold_ranks(queries, [self.qrels[id_] for id_ in ids], topk)
         if any(rank is FAILED for rank in ranks):
             raise Refused(500, "a query has a NaN score, so no rank")
         return [-1 if rank is None else rank for rank in ranks]
+
+    def _read(self, queries: list[str], k: int) -> list[list[tuple[dict, float]]]:
+        """`passages`, in the retriever's thread."""
+        hits = self.retriever.search(queries, k)
+        try:
+            return [[(self.texts.document(id_), score) for id_, score in one] for one in hits]
+        except (DataError, OSError) as e:  # the file changed after it was opened
+            raise Refused(500, f"a passage can't be read: {e}") from e
 
     async def passages(self, queries: list[str], k: int) -> tuple[list, list]:
         """The passages of every query, {"id", "contents"}, and their scores."""
         if self.texts is None:
             raise Refused(501, "no passage texts: start the server with corpus=FILE")
-        hits, read = await self.search(queries, k), self.texts.document
-        try:
-            found = await asyncio.to_thread(lambda: [[read(id_) for id_, _ in one] for one in hits])
-        except (DataError, OSError) as e:  # the file changed after it was opened
-            raise Refused(500, f"a passage can't be read: {e}") from e
-        return found, scores(hits)
+        found = await self._ask(self._read, [(query,) for query in queries], k)
+        return [[passage for passage, _ in one] for one in found], scores(found)
 
     def status(self) -> dict:
         """The answer of /health, and the last line: what is served, limits, counters."""
@@ -215,7 +231,6 @@ class Service:
         }
 
     def close(self) -> dict:
-        """Let the thread finish what waits."""
         self.jobs.put(None)
         self.thread.join(self.cfg.timeout)
         return self.status()
@@ -225,20 +240,22 @@ def scores(hits: list) -> list[list[float]]:
     return [[score for _, score in one] for one in hits]
 
 
-def add_paths(app: Any, service: Service) -> None:
-    """The requests of ConvSearch-R1, Search-R1, FlashRAG (which ReSearch uses), RemoteRetriever."""
-    from fastapi import Body
+def dialects(service: Service) -> dict[str, Callable]:
+    """What answers each path; a function's arguments are the fields of a request.
 
-    Queries = Annotated[list[str], Body(max_length=service.cfg.max_batch)]
-    Number = Annotated[int, Body(ge=1, le=service.cfg.max_k)]
-    Flag = Annotated[bool, Body()]
+    /retrieve: ConvSearch-R1 and Search-R1; /batch_search and /search: FlashRAG, which ReSearch
+    uses; the others: RemoteRetriever.
+    """
+    from pydantic import Field
 
-    @app.post("/retrieve")
+    Queries = Annotated[list[str], Field(max_length=service.cfg.max_batch)]
+    Number = Annotated[int, Field(ge=1, le=service.cfg.max_k)]
+
     async def retrieve(
         queries: Queries,
-        query_ids: Annotated[list[str] | None, Body()] = None,
-        topk: Annotated[int | None, Body(ge=1, le=service.cfg.max_k)] = None,
-        return_scores: Flag = False,
+        query_ids: list[str] | None = None,
+        topk: Number | None = None,
+        return_scores: bool = False,
     ) -> dict:
         if query_ids is not None:  # ConvSearch-R1
             ranks = await service.ranks_by_query_id(queries, query_ids, topk or 100)
@@ -253,38 +270,54 @@ def add_paths(app: Any, service: Service) -> None:
             ]
         return {"result": passages}
 
-    @app.post("/batch_search")
-    async def batch_search(query: Queries, top_n: Number = 10, return_score: Flag = False) -> list:
+    async def batch_search(query: Queries, top_n: Number = 10, return_score: bool = False) -> list:
         passages, found = await service.passages(query, top_n)
         return [passages, found] if return_score else passages
 
-    @app.post("/search")
-    async def search(
-        query: Annotated[str, Body()], top_n: Number = 10, return_score: Flag = False
-    ) -> list:
+    async def search(query: str, top_n: Number = 10, return_score: bool = False) -> list:
         if not query.strip():
             raise Refused(400, "Query content cannot be empty")
         (passages,), (found,) = await service.passages([query], top_n)
         return [passages, found] if return_score else passages
 
-    @app.get("/health")
-    async def health() -> dict:
-        return service.status()
-
-    @app.post("/hits")
     async def hits(queries: Queries, k: Number) -> dict:
         return {"hits": await service.search(queries, k)}
 
-    @app.post("/gold_ranks")
-    async def gold_ranks(
-        queries: Queries, gold_ids: Annotated[list[list[str]], Body()], cutoff: Number = 100
-    ) -> dict:
+    async def gold_ranks(queries: Queries, gold_ids: list[list[str]], cutoff: Number = 100) -> dict:
         ranks = await service.gold_ranks(queries, gold_ids, cutoff)
         return {"ranks": ["failed" if rank is FAILED else rank for rank in ranks]}
 
-    @app.post("/has_ids")
-    async def has_ids(ids: Annotated[list[str], Body(embed=True)]) -> dict:
+    async def has_ids(ids: list[str]) -> dict:
         return {"has": [id_ in service.retriever.passage_ids for id_ in ids]}
+
+    answers = (retrieve, batch_search, search, hits, gold_ranks, has_ids)
+    return {f"/{answer.__name__}": answer for answer in answers}
+
+
+def endpoint(answer: Callable) -> Callable:
+    """A function of `dialects` as one from a request to a response: JSON, checked by its types."""
+    from pydantic import ValidationError, create_model
+    from starlette.responses import JSONResponse
+
+    fields = inspect.signature(answer).parameters.values()
+    types = {f.name: (f.annotation, ... if f.default is f.empty else f.default) for f in fields}
+    model = create_model(answer.__name__, **types)
+
+    async def respond(request: Any) -> JSONResponse:
+        try:
+            body = model.model_validate(json.loads(await request.body()))
+        except ValidationError as e:
+            problems = [
+                f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']} "
+                f"(got {error['input']!r:.60})"
+                for error in e.errors()[:5]
+            ]
+            raise Refused(422, "; ".join(problems)) from e
+        except (ValueError, RecursionError) as e:
+            raise Refused(422, f"the body is no JSON: {e}") from e
+        return JSONResponse(await answer(**vars(body)))
+
+    return respond
 
 
 def make_mcp(service: Service) -> Any:
@@ -315,45 +348,35 @@ def make_mcp(service: Service) -> Any:
 
 def make_app(service: Service) -> Any:
     """The ASGI application: all formats, MCP among them with mcp=http."""
-    from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.middleware.trustedhost import TrustedHostMiddleware
-    from fastapi.responses import JSONResponse
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
 
-    host = service.cfg.host
-    mcp = make_mcp(service) if service.cfg.mcp == "http" else None
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI):
-        async with mcp.session_manager.run() if mcp else contextlib.nullcontext():
-            yield
-
-    # not strict: these clients' own servers took a body of any type for JSON
-    closed = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = FastAPI(lifespan=lifespan, max_body_size=MAX_BODY, strict_content_type=False, **closed)
-    add_paths(app, service)
-    if mcp:
+    host, middleware, lifespan = service.cfg.host, [], None
+    paths = dialects(service).items()
+    routes = [Route(path, endpoint(answer), methods=["POST"]) for path, answer in paths]
+    routes.append(Route("/health", lambda request: JSONResponse(service.status())))
+    if service.cfg.mcp == "http":
+        mcp = make_mcp(service)
         part = mcp.streamable_http_app(stateless_http=True, json_response=True, host=host)
-        app.router.routes.extend(part.routes)
+        routes, lifespan = routes + part.routes, lambda app: mcp.session_manager.run()
     local = ["127.0.0.1", "localhost", "[::1]"]
     if host in (*local, "::1"):
         # a web page whose name resolves to 127.0.0.1 must not read the corpus (DNS rebinding)
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=local)
+        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local)]
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, e: Refused) -> JSONResponse:
+    async def refused(request: Any, e: Refused) -> JSONResponse:
         status, reason = service.refuse(e)
         return JSONResponse({"detail": reason}, status)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, e: RequestValidationError) -> JSONResponse:
-        problems = [
-            f"{'.'.join(map(str, error['loc']))}: {error['msg']} (got {error['input']!r:.60})"
-            for error in e.errors()[:5]
-        ]
-        return await refused(request, Refused(422, "; ".join(problems)))
+    async def not_served(request: Any, e: HTTPException) -> JSONResponse:
+        return JSONResponse({"detail": e.detail}, e.status_code)
 
-    return app
+    handlers = {Refused: refused, HTTPException: not_served}
+    return Starlette(False, routes, middleware, handlers, lifespan, max_body_size=MAX_BODY)
 
 
 def make_server(service: Service) -> Any:

@@ -227,7 +227,7 @@ def main(cfg: ClientsConfig) -> dict:
     finally:
         server.send_signal(signal.SIGTERM)
         last = server.communicate(timeout=60)[0].splitlines()[-1]
-    packages = ("requests", "mcp", "fastapi", "starlette", "uvicorn", "pydantic", "httpx2")
+    packages = ("requests", "mcp", "starlette", "uvicorn", "pydantic", "httpx2")
     result = {
         "command": " ".join(["python bench/clients.py", *sys.argv[1:]]),
         "python": platform.python_version(),

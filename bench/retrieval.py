@@ -724,7 +724,7 @@ def faiss_table(cfg: BenchConfig) -> dict:
                         "recall@10": round(float(recall[10]), 4),
                         "recall@100": round(float(recall[100]), 4),
                         "queries_s": round(n / seconds, 1),
-                        "bytes_a_passage": round(index.bytes / passages, 1),
+                        "bytes_a_passage": round(index.meta["bytes"] / passages, 1),
                         "built_s": round(built, 1),
                     }
                 )

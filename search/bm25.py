@@ -28,21 +28,15 @@ from runs import Progress, atomic_folder
 from search.analysis import make_analyzer
 from search.passages import (
     Corpus,
-    CutCounter,
     Hits,
+    PassageIds,
+    Retriever,
     RetrieverError,
-    StoredIds,
-    check_golds,
+    Source,
     check_k,
-    check_queries,
-    check_same,
-    corpus_bytes,
     in_processes,
-    is_file,
     mapped,
-    passages_at,
-    read_meta,
-    survey,
+    opening,
     write_meta,
 )
 
@@ -59,18 +53,18 @@ def word_key(word: str) -> int:
 
 
 def count(
-    corpus: Corpus, start: tuple | None, number: int, first: int, analyzer: str, folder: Path
+    part: Iterable[Passage], first: int, number: int, analyzer: str, folder: Path
 ) -> tuple[int, int]:
-    """Write the postings of one shard to `folder` → (its words, its passages with a word).
+    """Write the postings of `number` passages to `folder` → (their words, those with a word).
 
-    corpus, start, number: as `passages_at` takes them; first: number of the first passage
+    first: number of the first passage
     Arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's postings are
     start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes (P,) which pair;
     pairs (C,) int64 word count << 32 | passage length. No score is stored: k1 and b stay free.
     """
     analyse, seen = make_analyzer(analyzer), {}
     words, lengths = [], np.zeros(number, dtype=np.int64)
-    for i, passage in enumerate(passages_at(corpus, start, number)):
+    for i, passage in enumerate(part):
         terms = analyse(passage.contents)
         words += [seen.setdefault(term, len(seen)) for term in terms]
         lengths[i] = len(terms)
@@ -127,7 +121,7 @@ def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def build_postings(
-    folder: str | os.PathLike, corpus: Corpus, analyzer: str = "lucene", workers: int = 1
+    folder: str | os.PathLike, source: Source, analyzer: str = "lucene", workers: int = 1
 ) -> int:
     """Write the index of a corpus to `folder`, whole or not at all → number of passages.
 
@@ -135,42 +129,39 @@ def build_postings(
     RetrieverError: no passage, an id twice, no word to be indexed.
     """
     make_analyzer(analyzer)  # its error, before anything is read
-    corpus = os.fspath(corpus) if is_file(corpus) else list(corpus)
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
-        total, fingerprint, starts = survey(corpus, temporary, lambda i: i % SHARD == 0)
-        tasks = []
-        for first in range(0, total, SHARD):
-            part = corpus if is_file(corpus) else corpus[first : first + SHARD]
-            size, own = min(SHARD, total - first), temporary / f"shard-{first}"
-            tasks.append((part, starts.get(first), size, first, analyzer, own))
+        corpus, tasks = Corpus(source, temporary), []
+        for first in range(0, corpus.count, SHARD):
+            size, own = min(SHARD, corpus.count - first), temporary / f"shard-{first}"
+            tasks.append((corpus.part(first, first + size), first, size, analyzer, own))
         counted = (count(*task) for task in tasks)
         if workers > 1 and len(tasks) > 1:
             counted = in_processes(count, tasks, min(workers, len(tasks)), ahead=1)
-        bar, tokens, documents = Progress(total, "index words"), 0, 0
-        for task, (words, filled) in zip(tasks, counted):
+        bar, tokens, documents = Progress(corpus.count, "index words"), 0, 0
+        for (_, _, size, *_), (words, filled) in zip(tasks, counted):
             tokens, documents = tokens + words, documents + filled
-            bar.update(task[2])
+            bar.update(size)
         bar.close()
         if not documents:
             raise RetrieverError(
-                f"none of the {total} passages holds a word that can be indexed (only stop words "
-                "and signs); look at the corpus file"
+                f"none of the {corpus.count} passages holds a word that can be indexed (only stop "
+                "words and signs); look at the corpus file"
             )
         folders = [task[-1] for task in tasks]
         merge(folders, temporary)
         for own in folders:
             shutil.rmtree(own)
-        meta = {"format": FORMAT, "analyzer": analyzer, "count": total, "corpus": fingerprint}
-        meta |= {"tokens": tokens, "documents": documents}
-        write_meta(temporary, meta | corpus_bytes(corpus))
-    return total
+        meta = {"format": FORMAT, "analyzer": analyzer, "count": corpus.count}
+        meta |= {"corpus": corpus.digest, "tokens": tokens, "documents": documents}
+        write_meta(temporary, meta | corpus.size)
+    return corpus.count
 
 
 # -------------------------------------------------------------------------------------- search
 
 
-class BM25Retriever(CutCounter):
+class BM25Retriever(Retriever):
     """BM25: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b length/mean)).
 
     A score of 0 is no hit. k1, b, query_words, workers may change at any time. Safe among threads.
@@ -178,7 +169,7 @@ class BM25Retriever(CutCounter):
 
     def __init__(
         self,
-        passages: Corpus | Iterable[Passage] | None,
+        passages: Source | Iterable[Passage] | None,
         k1: float = 0.9,
         b: float = 0.4,
         query_words: int | None = None,
@@ -202,24 +193,12 @@ class BM25Retriever(CutCounter):
         return self
 
     def _map(self, folder: Path) -> None:
-        meta = read_meta(folder)
-        if meta is None:
-            raise RetrieverError(
-                f"there is no BM25 index at {folder}; build it with: python retriever.py kind=bm25 "
-                f"corpus=FILE index={folder.parent if folder.name == 'bm25' else 'OUT'}"
-            )
-        wanted = {"format": FORMAT, "analyzer": self._analyse.name}
-        check_same(folder, meta, wanted, "Give what it was built with, or build it again.")
-        try:
-            self.passage_ids, arrays = StoredIds(folder), _read_arrays(folder)
+        with opening(folder, format=FORMAT, analyzer=self._analyse.name) as self.meta:
+            self.passage_ids, self.arrays = PassageIds.open(folder), _read_arrays(folder)
+            arrays, ids = self.arrays, len(self.passage_ids)
             postings = [int(arrays["start"][-1]), len(arrays["passages"]), len(arrays["codes"])]
-            if len(set(postings)) > 1 or len(self.passage_ids) != meta["count"]:
-                raise ValueError(f"{len(self.passage_ids):,} ids and {postings} postings don't fit")
-        except (OSError, ValueError, KeyError) as e:
-            raise RetrieverError(
-                f"the BM25 index at {folder} is damaged ({e}); delete it and build it again"
-            ) from e
-        self.arrays, self.meta = arrays, meta
+            if len(set(postings)) > 1 or ids != self.meta["count"]:
+                raise ValueError(f"{ids:,} ids and {postings} postings don't fit")
 
     def _divisors(self) -> np.ndarray:
         """(C,) float32: 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order of operations."""
@@ -335,37 +314,27 @@ class BM25Retriever(CutCounter):
         rank = 1 + int(np.count_nonzero(found[1] >= best)) - int(np.count_nonzero(own >= best))
         return rank if rank <= cutoff else None
 
-    def _answers(self, work: Callable, entries: list[tuple], number: int) -> list:
+    def _answers(self, work: Callable, entries: Iterable[tuple], number: int) -> list:
         """`work` of every entry, of equal ones once, shared among the threads."""
-        check_k(self.workers, "workers")
-        once, divisors = list(dict.fromkeys(entries)), self._divisors()
+        entries, divisors = list(entries), self._divisors()
+        once = list(dict.fromkeys(entries))
         with ThreadPoolExecutor(self.workers) as pool:
             share = pool.map if self.workers > 1 else map
             done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))
         return [done[entry] for entry in entries]
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits], list[bool]]:
-        """The lists of `search`, and which queries were cut."""
+        """The lists of `search`: passages with a score above 0, and which queries were cut."""
         queries, cut = self._cut(queries)
-        found = self._answers(self._best, [(query,) for query in queries], k)
+        found = self._answers(self._best, zip(queries), k)
         return [list(hits) for hits in found], cut
 
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The k best passages of every query with a score above 0, best first, ties by id."""
-        check_k(k)
-        hits, cut = self.hits(check_queries(queries), k)
-        self.count_cut(cut)
-        return hits
-
-    def gold_ranks(
-        self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | None]:
-        """Rank of the best gold of every query; None beyond `cutoff` or where its score is 0."""
-        queries, golds = check_golds(self.passage_ids, queries, gold_ids, cutoff)
+    def ranks(
+        self, queries: list[str], golds: list[list[int]], cutoff: int
+    ) -> tuple[list[int | None], list[bool]]:
+        """The ranks of `gold_ranks`, None where a gold's score is 0, and which queries were cut."""
         queries, cut = self._cut(queries)
-        self.count_cut(cut)
-        pairs = [(query, tuple(rows)) for query, rows in zip(queries, golds)]
-        return self._answers(self._rank, pairs, cutoff)
+        return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff), cut
 
 
 def _look_up(

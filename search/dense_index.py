@@ -26,34 +26,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed import gather_objects, on_rank_0
-from runs import Progress, atomic_write, only_writer
+from runs import Progress, atomic_write, only_writer, write_json
 from search.exact import as_hits, best_of, exact_gold_ranks, exact_search, place
 from search.faiss_index import FaissIndex
 from search.fusion import best_rank
 from search.passages import (
     FAILED,
+    PART,
     Corpus,
-    CutCounter,
     Hits,
     PassageIds,
+    Retriever,
     RetrieverError,
-    StoredIds,
-    check_golds,
+    Source,
     check_k,
-    check_queries,
     check_same,
-    corpus_bytes,
-    is_file,
+    in_processes,
     mapped,
-    passages_at,
+    opening,
     read_meta,
-    survey,
-    tokens_of,
-    without_nan,
+    tokenise,
     write_meta,
 )
 
-TASK, WINDOW = 2048, 16384  # passages tokenised together; sorted by length and encoded together
+WINDOW = 8 * PART  # passages sorted by length and encoded together
+FORMAT = "dense-2"
 Encode = Callable[[list[np.ndarray], Callable[[int], None]], tuple[Tensor, int]]
 
 
@@ -105,7 +102,7 @@ def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) 
 
 def build_shards(
     folder: Path,
-    corpus: Corpus,
+    source: Source,
     model: nn.Module,
     tokenizer: Any,
     encoder: Any,
@@ -124,21 +121,21 @@ def build_shards(
     identity = encoder_identity(model, tokenizer, encoder)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    def begin() -> tuple[dict, dict]:
+    def begin() -> tuple[dict, Corpus]:
         stack.enter_context(only_writer(os.fspath(folder)))
-        count, now, starts = survey(corpus, folder, lambda i: i % shard_size % TASK == 0)
-        wanted = {"format": "dense-2", "count": count, "corpus": now, "shard_size": shard_size}
-        wanted |= identity
+        corpus = Corpus(source, folder)
+        wanted = {"format": FORMAT, "count": corpus.count, "corpus": corpus.digest}
+        wanted |= {"shard_size": shard_size} | identity
         if (meta := read_meta(folder)) is None:
             notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-            meta = wanted | notes | {"complete": False, "shards": []} | corpus_bytes(corpus)
+            meta = wanted | notes | {"complete": False, "shards": []} | corpus.size
             write_meta(folder, meta)
         check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
-        return meta, starts
+        return meta, corpus
 
     with contextlib.ExitStack() as stack:
-        meta, starts = on_rank_0(begin)
-        firsts, count = range(0, meta["count"], shard_size), meta["count"]
+        meta, corpus = on_rank_0(begin)
+        firsts, count = range(0, corpus.count, shard_size), corpus.count
         spans = [range(first, min(first + shard_size, count)) for first in firsts]
         mine = range(rank, len(spans), world)
         missing = {n: spans[n] for n in mine if not _is_sound(folder, n, spans[n], meta)}
@@ -150,8 +147,7 @@ def build_shards(
                     f"the index at {folder} needs another {needed:,.1f} GB, its disk has "
                     f"{free:,.1f} GB free; make room, or choose another folder"
                 )
-            parts = starts, tokenizer, encoder.passage_prefix, workers
-            tokens = _tokens(corpus, list(missing.values()), *parts)
+            tokens = _tokens(corpus, missing.values(), tokenizer, encoder.passage_prefix, workers)
             with contextlib.closing(tokens):
                 _encode_shards(folder, missing, tokens, encode)
         if world > 1:
@@ -161,69 +157,58 @@ def build_shards(
 
 
 def _tokens(
-    corpus: Corpus,
-    spans: Sequence[range],
-    starts: dict[int, tuple[int, int]],
-    tokenizer: Any,
-    prefix: str,
-    workers: int,
+    corpus: Corpus, spans: Sequence[range], tokenizer: Any, prefix: str, workers: int
 ) -> Iterator[list[np.ndarray]]:
-    """Token ids, uncut, of the passages of every shard, TASK of them at a time, in order."""
-    tasks = [(n, min(TASK, s.stop - n)) for s in spans for n in range(s.start, s.stop, TASK)]
+    """Token ids, uncut, of the passages of every shard, PART of them at a time, in order."""
+    firsts = [(first, span.stop) for span in spans for first in span[::PART]]
+    parts = (corpus.part(first, min(first + PART, stop)) for first, stop in firsts)
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    if starts and workers and fast:
-        places = ((starts[first], n) for first, n in tasks)
-        yield from tokens_of(os.fspath(corpus), places, fast.to_str(), prefix, workers)
+    if corpus.path and workers and fast:
+        form = fast.to_str()
+        for flat, lengths in in_processes(tokenise, ((p, prefix, form) for p in parts), workers):
+            yield np.split(flat, np.cumsum(lengths)[:-1])
         return
-    for first, n in tasks:
-        part = corpus if is_file(corpus) else corpus[first : first + n]
-        texts = [prefix + p.contents for p in passages_at(part, starts.get(first), n)]
-        batch = tokenizer(texts, verbose=False)["input_ids"]
-        yield [np.array(ids, dtype=np.int32) for ids in batch]
+    for part in parts:
+        batch = tokenizer([prefix + passage.contents for passage in part], verbose=False)
+        yield [np.array(ids, dtype=np.int32) for ids in batch["input_ids"]]
 
 
 def _encode_shards(
     folder: Path, missing: dict[int, range], tokens: Iterator[list[np.ndarray]], encode: Encode
 ) -> None:
-    """Encode shards (number → passages) window by window, while a thread keeps the last window."""
+    """Encode shards (number → passages), while a thread writes the last one."""
     bar, kept = Progress(sum(map(len, missing.values())), f"index {folder}"), None
     with ThreadPoolExecutor(1) as keeper:
         for number, span in missing.items():
-            shard, cut = [], 0
+            parts, cut = [], 0
             for start in range(0, len(span), WINDOW):
-                rows, texts = span[start : start + WINDOW], []
-                while len(texts) < len(rows):
+                texts: list[np.ndarray] = []
+                while len(texts) < len(span[start : start + WINDOW]):
                     texts += next(tokens)
                 vectors, more = encode(texts, bar.update)
-                cut += more
-                if kept is not None:
-                    kept.result()
-                last = cut if rows.stop == span.stop else None
-                kept = keeper.submit(_keep, folder, number, shard, rows, vectors, last)
+                parts, cut = [*parts, vectors], cut + more
+            if kept is not None:
+                kept.result()
+            kept = keeper.submit(_keep, folder, number, span, torch.cat(parts), cut)
         kept.result()
     bar.close()
 
 
-def _keep(
-    folder: Path, number: int, shard: list, rows: range, vectors: Tensor, cut: int | None
-) -> None:
-    """Add the vectors (len(rows), D) fp16 of passages to a shard; given `cut`, write it."""
+def _keep(folder: Path, number: int, span: range, vectors: Tensor, cut: int) -> None:
+    """Write a shard, (len(span), D) fp16, and its entry."""
     finite = torch.isfinite(vectors).all(1)  # a number too large for fp16 is infinite there
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
         raise RetrieverError(
-            f"the vector of passage {StoredIds(folder)[rows[bad[0]]]!r} is not finite in fp16 "
-            f"({len(bad)} such of {len(rows)}); look at that passage, or use another encoder"
+            f"the vector of passage {PassageIds.open(folder)[span[bad[0]]]!r} is not finite in "
+            f"fp16 ({len(bad)} such of {len(span)}); look at that passage, or use another encoder"
         )
-    shard.append(vectors.cpu().numpy())
-    if cut is not None:
-        path, array = folder / f"shard-{number:05d}.npy", np.concatenate(shard)
-        with atomic_write(str(path), "wb") as f:
-            np.save(f, array)
-        entry = {"file": path.name, "rows": len(array), "truncated": cut}
-        entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        with atomic_write(str(path.with_suffix(".json"))) as f:
-            json.dump(entry, f)
+    path = folder / f"shard-{number:05d}.npy"
+    with atomic_write(str(path), "wb") as f:
+        np.save(f, vectors.cpu().numpy())
+    entry = {"file": path.name, "rows": len(span), "truncated": cut}
+    entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    write_json(str(path.with_suffix(".json")), entry)
 
 
 def _sha256(path: Path) -> str:
@@ -235,10 +220,8 @@ def _entry(folder: Path, number: int, meta: dict) -> dict | None:
     path = folder / f"shard-{number:05d}.json"
     if not path.is_file():
         return meta["shards"][number] if meta["complete"] else None
-    try:
+    with contextlib.suppress(ValueError):  # damaged: the shard is made again
         return json.loads(path.read_text())
-    except ValueError:  # damaged: the shard is made again
-        return None
 
 
 def _is_sound(folder: Path, number: int, span: range, meta: dict) -> bool:
@@ -271,19 +254,9 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 
     RetrieverError: no index, an unfinished or a damaged one.
     """
-    meta = read_meta(folder)
-    if meta is None or meta.get("format") != "dense-2":
-        out = folder.parent if folder.name == "dense" else "OUT"
-        raise RetrieverError(
-            f"there is no dense index at {folder}; build it with: python retriever.py kind=dense "
-            f"corpus=FILE encoder=FOLDER index={out}"
-        )
-    again = "run the command that builds it again: it makes what is missing"
-    if not meta["complete"]:
-        raise RetrieverError(f"the index at {folder} is unfinished; {again}")
-    try:  # "c": private pages, so that torch takes the arrays without a copy
+    with opening(folder, format=FORMAT) as meta:  # "c": private pages, which torch takes uncopied
         shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
-        ids = StoredIds(folder)
+        ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
             if shard.shape != (entry["rows"], meta["dim"]):
                 raise ValueError(f"{entry['file']} has the shape {shard.shape}")
@@ -291,15 +264,13 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
                 raise ValueError(f"{entry['file']} has another checksum than when it was written")
         if len(ids) != meta["count"]:
             raise ValueError(f"{len(ids):,} ids for {meta['count']:,} passages")
-    except (OSError, ValueError) as e:
-        raise RetrieverError(f"the index at {folder} is damaged ({e}); {again}") from e
     return Index(ids, shards, meta, os.fspath(folder))
 
 
 # -------------------------------------------------------------------------------------- search
 
 
-class VectorRetriever(CutCounter):
+class VectorRetriever(Retriever):
     """Inner-product search over an index. Safe among threads.
 
     `encode_queries` is the subclass's: (Q, D) float32 on the CPU, and which queries were cut.
@@ -373,7 +344,7 @@ class VectorRetriever(CutCounter):
         return out
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """The lists of `search`, None on NaN, and which queries were cut."""
+        """The min(k, M) best passages of every query, None on NaN; which queries were cut."""
         vectors, cut = self.encode_queries(queries)
         if self.faiss is not None:
             return self._faiss_hits(vectors, k) if queries else [], cut
@@ -381,20 +352,11 @@ class VectorRetriever(CutCounter):
         found = [self._exact_hits(part, k) for part in vectors.split(2048)]
         return sum(found, [])[own], cut
 
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The min(k, M) best passages of every query, by (score descending, id ascending)."""
-        check_k(k)
-        hits, cut = self.hits(queries := check_queries(queries), k)
-        self.count_cut(cut)
-        return without_nan(queries, hits)
-
-    def gold_ranks(
-        self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | None]:
-        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on NaN."""
-        queries, golds = check_golds(self.passage_ids, queries, gold_ids, cutoff)
+    def ranks(
+        self, queries: list[str], golds: list[list[int]], cutoff: int
+    ) -> tuple[list[int | None], list[bool]]:
+        """The ranks of `gold_ranks`, and which queries were cut."""
         vectors, cut = self.encode_queries(queries)
-        self.count_cut(cut)
         if self.faiss is not None:  # in the list of the best; golds do not count among them
             k = cutoff + max(map(len, golds), default=0)
             lists = self._faiss_hits(vectors, k) if queries else []
@@ -402,14 +364,13 @@ class VectorRetriever(CutCounter):
             return [
                 FAILED if hits is None else best_rank(hits, gold, cutoff)
                 for hits, gold in zip(lists, sets)
-            ]
+            ], cut
         vectors, golds, own = self._of_all_ranks(vectors, golds)
         ranks: list[int | None] = []
         for part in vectors.split(2048):
             some = golds[len(ranks) : len(ranks) + len(part)]
-            held = self.shards, some, cutoff, self.first, self.group
-            ranks += exact_gold_ranks(part, *held)
-        return ranks[own]
+            ranks += exact_gold_ranks(part, self.shards, some, cutoff, self.first, self.group)
+        return ranks[own], cut
 
 
 def faiss_place(index: Index, root: str, factory: str) -> tuple[Path, dict]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from search.passages import FAILED, RetrieverError
+from search.passages import FAILED
 
 CPU_BLOCK = 1 << 20  # numbers of a block of passages: it stays in the cache
 GPU_BLOCK = 1 << 28  # scores of a block
@@ -62,12 +62,11 @@ def _products(queries: Tensor, shards: Sequence) -> Iterator[tuple[int, Tensor]]
 
 def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
     """(len(rows), D) float32: the vectors of the passages with those numbers."""
-    ends = np.cumsum([len(s) for s in shards])
-    out = torch.empty(len(rows), shards[0].shape[1])
-    which = np.searchsorted(ends, rows, side="right")
-    for s in np.unique(which):
-        inside = np.flatnonzero(which == s)
-        out[inside] = torch.as_tensor(shards[s][rows[inside] - ends[s]]).float().cpu()
+    out, first = torch.empty(len(rows), shards[0].shape[1]), 0
+    for shard in shards:
+        inside = np.flatnonzero((rows >= first) & (rows < first + len(shard)))
+        out[inside] = torch.as_tensor(shard[rows[inside] - first]).float().cpu()
+        first += len(shard)
     return out
 
 
@@ -88,14 +87,6 @@ def place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
             return shards
         first += len(shard)
     return [whole]
-
-
-def _check_size(queries: Tensor, shards: Sequence) -> None:
-    if shards and queries.shape[1] != shards[0].shape[1]:
-        raise RetrieverError(
-            f"query vectors have {queries.shape[1]} dimensions, the index {shards[0].shape[1]}; "
-            "take the encoder that built the index"
-        )
 
 
 # ------------------------------------------------------------------------------------------- search
@@ -136,7 +127,6 @@ def exact_search(
     queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) place of each id
     → (Q, K) scores and passage numbers, K = min(k, M), best first, ties by id; (Q,) a NaN was seen
     """
-    _check_size(queries, shards)
     n, k = len(queries), min(k, sum(map(len, shards)))
     failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
     least = queries.new_full((n, 1), -math.inf)  # a lower score can't be among the k best
@@ -158,19 +148,13 @@ def exact_search(
 
 def _kernel(queries: Tensor, shards: Sequence):
     """gold_ranks.py where it runs: a Hopper GPU with the whole index, Triton, D % 8 == 0."""
-    if not (
-        len(shards) == 1
-        and isinstance(shards[0], Tensor)
-        and shards[0].dtype == torch.float16
-        and queries.is_cuda
-        and torch.cuda.get_device_capability(queries.device)[0] == 9
-        and queries.shape[1] % 8 == 0
-        and importlib.util.find_spec("triton")
-    ):
-        return None
-    from search import gold_ranks
+    whole = len(shards) == 1 and getattr(shards[0], "dtype", None) == torch.float16
+    hopper = queries.is_cuda and torch.cuda.get_device_capability(queries.device)[0] == 9
+    if whole and hopper and queries.shape[1] % 8 == 0 and importlib.util.find_spec("triton"):
+        from search import gold_ranks
 
-    return gold_ranks
+        return gold_ranks
+    return None
 
 
 def _gold_scores(queries: Tensor, shards: Sequence, query: Tensor, row: Tensor) -> Tensor:
@@ -230,7 +214,6 @@ def exact_gold_ranks(
         dist.all_reduce(joined, how, group=group)
         return joined.to(values.device)
 
-    _check_size(queries, shards)
     pairs = [(q, row - first) for q, gold in enumerate(golds) for row in set(gold)]
     query, row = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).to(queries.device).T
     here = (row >= 0) & (row < sum(map(len, shards)))

@@ -15,8 +15,9 @@ from typing import Any, Sequence
 import numpy as np
 
 from runs import atomic_folder
-from search.passages import RetrieverError, check_k, check_same, read_meta, write_meta
+from search.passages import RetrieverError, check_same, opening, read_meta, write_meta
 
+FORMAT = "faiss-1"
 BLOCK = 65536  # vectors that are added at a time, in float32
 GPU_K = 2048  # the longest list that FAISS gives on a GPU
 
@@ -39,21 +40,9 @@ def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
     return index
 
 
-def _settings(nprobe: int, ef_search: int) -> dict:
-    check_k(nprobe, "nprobe")
-    check_k(ef_search, "ef_search")
-    return {"nprobe": nprobe, "ef_search": ef_search}
-
-
 def _size(folder: Path) -> int:
     """Bytes of the index file in a folder; 0 where it is missing."""
     return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
-
-
-def _sample(shards: Sequence[np.ndarray], number: int) -> np.ndarray:
-    """(about `number`, D) float32: vectors spread evenly over the shards."""
-    step = max(-(-sum(map(len, shards)) // number), 1)
-    return np.concatenate([shard[::step] for shard in shards]).astype(np.float32)
 
 
 def build_faiss(
@@ -70,8 +59,7 @@ def build_faiss(
     nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph
     (None: 128) of a search that is not told otherwise
     """
-    search = _settings(32 if nprobe is None else nprobe, 128 if ef_search is None else ef_search)
-    folder, settings = Path(folder), {"format": "faiss-1", "factory": factory, **source}
+    folder, settings = Path(folder), {"format": FORMAT, "factory": factory, **source}
     if (meta := read_meta(folder)) is not None:
         check_same(folder, meta, settings, "Choose another folder, or delete this one.")
         if _size(folder) == meta["bytes"]:
@@ -92,7 +80,8 @@ def build_faiss(
             "needs dozens of them: give a smaller number"
         )
     index = _on_gpus(faiss, on_cpu, factory)
-    index.train(_sample(shards, max(64 * lists, 1 << 18)))
+    step = max(-(-count // max(64 * lists, 1 << 18)), 1)  # a sample, evenly over the shards
+    index.train(np.concatenate([shard[::step] for shard in shards]).astype(np.float32))
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
             index.add(shard[start : start + BLOCK].astype(np.float32))
@@ -100,8 +89,10 @@ def build_faiss(
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        search["bytes"] = _size(Path(temporary))
-        write_meta(Path(temporary), settings | search)
+        meta = settings | {"bytes": _size(Path(temporary))}
+        meta["nprobe"] = 32 if nprobe is None else nprobe
+        meta["ef_search"] = 128 if ef_search is None else ef_search
+        write_meta(Path(temporary), meta)
     return count
 
 
@@ -119,37 +110,23 @@ class FaissIndex:
 
         source: what `build_faiss` was given; nprobe, ef_search: None: as saved
         """
-        folder = Path(folder)
-        meta = read_meta(folder)
-        if meta is None or meta.get("format") != "faiss-1":
-            raise RetrieverError(
-                f"there is no FAISS index at {folder}; build it with: python retriever.py "
-                "kind=dense faiss=FACTORY corpus=FILE encoder=FOLDER index=OUT"
-            )
-        check_same(folder, meta, source, "It is another dense index's: delete it, build it again.")
-        faiss, self.meta, self.bytes = _faiss(), meta, meta["bytes"]
-        try:
-            if (size := _size(folder)) != self.bytes:
-                raise RuntimeError(f"{size:,} of its {self.bytes:,} bytes are there")
+        faiss, folder = _faiss(), Path(folder)
+        with opening(folder, format=FORMAT, **source) as self.meta:
+            if (size := _size(folder)) != self.meta["bytes"]:
+                raise ValueError(f"index.faiss has {size:,} of its {self.meta['bytes']:,} bytes")
             index = faiss.read_index(str(folder / "index.faiss"))
-        except RuntimeError as e:
-            reason = str(e).strip().splitlines()[-1]
-            raise RetrieverError(
-                f"{folder}/index.faiss is damaged ({reason}); delete {folder} and build it again"
-            ) from e
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
-        self._index, self._on_cpu = _on_gpus(faiss, index, meta["factory"]), index
+        self._index, self._on_cpu = _on_gpus(faiss, index, self.meta["factory"]), index
         self._parameters = [(faiss.ParameterSpace(), index)]
         if self._index is not index:
             self._parameters.append((faiss.GpuParameterSpace(), self._index))
         self.set(
-            meta["nprobe"] if nprobe is None else nprobe,
-            meta["ef_search"] if ef_search is None else ef_search,
+            self.meta["nprobe"] if nprobe is None else nprobe,
+            self.meta["ef_search"] if ef_search is None else ef_search,
         )
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
-        _settings(nprobe, ef_search)
         for space, index in self._parameters:
             if self._lists:
                 space.set_index_parameter(index, "nprobe", nprobe)

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import Any, Collection, Sequence
+from typing import Collection, Sequence
 
-from search.passages import (
-    FAILED,
-    CutCounter,
-    Hits,
-    RetrieverError,
-    check_golds,
-    check_k,
-    check_queries,
-    without_nan,
-)
+from search.passages import FAILED, Hits, Retriever, RetrieverError, check_k
 
 
 def rank_in(hits: Hits, score: float, golds: Collection[str]) -> int:
@@ -56,7 +47,7 @@ def rrf(
     return sorted(fused, key=lambda hit: (-hit[1], hit[0]))
 
 
-class HybridRetriever(CutCounter):
+class HybridRetriever(Retriever):
     """Reciprocal rank fusion of the first `depth` places of a dense retriever and of BM25.
 
     In `gold_ranks` a gold's place on either side is 1 + the other passages of the list that score
@@ -65,20 +56,19 @@ class HybridRetriever(CutCounter):
 
     def __init__(
         self,
-        dense: Any,
-        bm25: Any,
+        dense: Retriever,
+        bm25: Retriever,
         depth: int = 100,
         k: int = 60,
         weights: Sequence[float] = (1.0, 1.0),
     ):
         super().__init__()
         check_k(depth, "depth")
-        if len(weights) != 2 or min(weights) < 0:
+        if len(weights) != 2 or min(weights) < 0 or not 0 <= k < math.inf:
             raise RetrieverError(
-                f"weights are {list(weights)}; give two numbers from 0 up, for dense and BM25"
+                f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, for "
+                "dense and BM25, and an rrf_k from 0 up (usual is 60)"
             )
-        if not 0 <= k < math.inf:
-            raise RetrieverError(f"rrf_k is {k}; it must be 0 or more, usual is 60")
         sizes = len(dense.passage_ids), len(bm25.passage_ids)
         pairs = zip(dense.passage_ids, bm25.passage_ids)
         if sizes[0] != sizes[1] or any(a != b for a, b in pairs):
@@ -90,38 +80,39 @@ class HybridRetriever(CutCounter):
         self.depth, self.k, self.weights = depth, k, tuple(weights)
         self.passage_ids, self.cut_passages = dense.passage_ids, dense.cut_passages
 
-    def _lists(self, queries: list[str]) -> list[tuple[Hits | None, Hits]]:
-        """Both lists of every query; a query that either side cuts counts once."""
+    def _lists(self, queries: list[str]) -> tuple[list[tuple[Hits | None, Hits]], list[bool]]:
+        """Both lists of every query; which queries either side cut."""
         (dense, long), (words, many) = (
             side.hits(queries, self.depth) for side in (self.dense, self.bm25)
         )
-        self.count_cut(map(max, long, many))
-        return list(zip(dense, words))
+        return list(zip(dense, words)), list(map(max, long, many))
 
-    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The k best of the fused list of every query; it has at most 2 · depth entries."""
-        check_k(k)
-        lists = self._lists(queries := check_queries(queries))
-        without_nan(queries, [hits for hits, _ in lists])
-        return [rrf(both, self.k, weights=self.weights)[:k] for both in lists]
+    def _fused(self, lists: tuple[Hits, Hits]) -> Hits:
+        return rrf(lists, self.k, weights=self.weights)
 
-    def gold_ranks(
-        self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | None]:
-        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on NaN."""
-        queries, rows = check_golds(self.passage_ids, queries, gold_ids, cutoff)
-        ranks = []
-        for (dense, words), numbers in zip(self._lists(queries), rows):
-            golds, best = {self.passage_ids[row] for row in numbers}, 0.0
-            if dense is None:
-                ranks.append(FAILED)
-                continue
-            for gold in golds:
-                terms = []
-                for hits, weight in zip((dense, words), self.weights):
-                    if (own := dict(hits).get(gold)) is not None:
-                        terms.append(weight / (self.k + rank_in(hits, own, golds)))
-                best = max(best, math.fsum(terms))
-            rank = rank_in(rrf((dense, words), self.k, weights=self.weights), best, golds)
-            ranks.append(rank if best > 0 and rank <= cutoff else None)
-        return ranks
+    def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
+        """The k best of the at most 2 · depth fused entries of every query, None on NaN."""
+        lists, cut = self._lists(queries)
+        return [None if both[0] is None else self._fused(both)[:k] for both in lists], cut
+
+    def ranks(
+        self, queries: list[str], golds: list[list[int]], cutoff: int
+    ) -> tuple[list[int | float | None], list[bool]]:
+        """The ranks of `gold_ranks`, and which queries were cut."""
+        lists, cut = self._lists(queries)
+        sets = [{self.passage_ids[row] for row in rows} for rows in golds]
+        return [
+            FAILED if both[0] is None else self._rank(both, ids, cutoff)
+            for both, ids in zip(lists, sets)
+        ], cut
+
+    def _rank(self, lists: tuple[Hits, Hits], golds: set[str], cutoff: int) -> int | None:
+        best = 0.0
+        for gold in golds:
+            terms = []
+            for hits, weight in zip(lists, self.weights):
+                if (own := dict(hits).get(gold)) is not None:
+                    terms.append(weight / (self.k + rank_in(hits, own, golds)))
+            best = max(best, math.fsum(terms))
+        rank = rank_in(self._fused(lists), best, golds)
+        return rank if best > 0 and rank <= cutoff else None

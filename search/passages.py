@@ -1,10 +1,11 @@
-"""The passages of an index: settings, ids on disk, one pass over a corpus, texts by id, meta.json.
+"""What retrievers share: settings, calls, ids, one pass over a corpus, texts by id, meta.json.
 
 Needs no torch, so that a process which only reads and tokenises starts at once. Shapes: M passages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -17,20 +18,21 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Callable, Iterable, Iterator, Literal, Sequence
+from typing import Annotated, Any, Callable, Iterable, Iterator, Literal, Sequence
 
 import numpy as np
 
 from config import above, at_least, between
-from data import DataError, Passage, _scrub, located_lines, located_passages
+from data import DataError, Passage, _scrub, located_lines, located_passages, open_input
 from runs import atomic_write, path_with_digest
 
 FAILED = float("nan")  # in a list of ranks: a technical failure, excluded and counted by the caller
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
-Corpus = str | os.PathLike | Sequence[Passage]  # a corpus file, or passages in memory
+Source = str | os.PathLike | Sequence[Passage]  # a corpus file, or passages in memory
+PART = 2048  # passages between two places of a corpus file that are remembered
 
 
 class RetrieverError(ValueError):
@@ -125,11 +127,12 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
     """
     if not (corpus and cfg.index):
         return
-    size, now = corpus_bytes(corpus)["corpus_bytes"], ""
+    with open_input(corpus):  # its error, where there is none
+        size, now = os.path.getsize(corpus), ""
     for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
         meta = read_meta(folder := Path(cfg.index, kind)) or {}
         if "corpus" in meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
-            now = now or survey(corpus)[1]
+            now = now or Corpus(corpus).digest
             if now != meta["corpus"]:
                 raise RetrieverError(
                     f"the index at {folder} was not built from {corpus} as it is; build it again "
@@ -137,37 +140,74 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
                 )
 
 
-def mapped(path: Path, mode: str = "r") -> np.ndarray:
-    """An .npy file, memory-mapped; ValueError names it where it is damaged."""
-    try:
-        return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
-    except (EOFError, ValueError) as e:
-        raise ValueError(f"{path}: {e}") from e
-
-
 # ----------------------------------------------------------------------------------------- ids
 
 
 class PassageIds:
-    """The unique ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`."""
+    """The unique ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`.
 
-    def __init__(self, ids: Sequence[str]):
-        self._ids = list(ids)
-        self._position = {id_: i for i, id_ in enumerate(self._ids)}
-        if len(self._position) < len(self._ids):
-            raise _repeated(next(p for i, p in enumerate(self._ids) if self._position[p] != i))
+    One behind the other in memory or a mapped file, and found by bisection.
+    """
+
+    def __init__(self, ids: Iterable[str], lines: Callable[[str], list[str]] = lambda id_: []):
+        """lines: where in a file an id stands. RetrieverError: one occurs twice."""
+        text, start = bytearray(), array("q", [0])
+        for id_ in ids:
+            text += f"{id_}\n".encode()
+            start.append(len(text))
+        self._text, self._start = bytes(text), np.array(start)  # (M + 1,) where each id begins
+        rows = sorted(range(len(start) - 1), key=self._bytes)  # UTF-8 sorts as Python's strings do
+        for one, other in pairwise(rows):
+            if self._bytes(one) == self._bytes(other):
+                first, second = lines(self[one]) or ("", "")
+                raise RetrieverError(
+                    f"{second}passage id {self[one]!r} occurs more than once{first}; ids must be "
+                    "unique: rename one"
+                )
+        self._sorted = np.array(rows, dtype=np.int32 if len(rows) < 1 << 31 else np.int64)  # (M,)
+        self.order = np.empty_like(self._sorted)  # (M,) the place of each id in ascending order
+        self.order[self._sorted] = np.arange(len(rows))
+
+    @classmethod
+    def open(cls, folder: Path) -> PassageIds:
+        """The ids of an index folder, memory-mapped; OSError or ValueError: damaged, or none."""
+        self, path = cls.__new__(cls), folder / "ids.txt"
+        arrays = (mapped(folder / f"ids.{name}.npy", "c") for name in ("start", "sorted", "order"))
+        self._start, self._sorted, self.order = arrays
+        together = len(self._start) - 1 == len(self._sorted) == len(self.order)
+        if not together or self._start[-1] != path.stat().st_size or not len(self):
+            raise ValueError(f"{path} and its ids.*.npy do not belong together")
+        with open(path, "rb") as f:
+            self._text = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        return self
+
+    def save(self, folder: Path) -> None:
+        for name in ("start", "sorted", "order"):
+            values = self.order if name == "order" else getattr(self, f"_{name}")
+            with atomic_write(str(folder / f"ids.{name}.npy"), "wb") as f:
+                np.save(f, values)
+        with atomic_write(str(folder / "ids.txt"), "wb") as f:
+            f.write(self._text)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._sorted)
+
+    def _bytes(self, i: int) -> bytes:
+        return self._text[self._start[i] : self._start[i + 1] - 1]
 
     def __getitem__(self, i: int) -> str:
-        return self._ids[i]
+        return self._bytes(range(len(self._start) - 1)[i]).decode()
+
+    def _find(self, id_: object) -> int | None:
+        if not isinstance(id_, str):
+            return None
+        wanted = id_.encode("utf-8", "surrogatepass")
+        at = bisect_left(self._sorted, wanted, key=self._bytes)
+        row = int(self._sorted[at]) if at < len(self) else None
+        return row if row is not None and self._bytes(row) == wanted else None
 
     def __contains__(self, id_: object) -> bool:
         return self._find(id_) is not None
-
-    def _find(self, id_: object) -> int | None:
-        return self._position.get(id_)
 
     def position(self, id_: str) -> int:
         """The number of the passage with that id; RetrieverError where there is none."""
@@ -179,104 +219,8 @@ class PassageIds:
             )
         return row
 
-    @cached_property
-    def order(self) -> np.ndarray:
-        """(M,) integers: the place of each id in ascending order of ids."""
-        place = np.empty(len(self), dtype=np.int64)
-        place[sorted(range(len(self)), key=self._ids.__getitem__)] = np.arange(len(self))
-        return place
-
-
-class StoredIds(PassageIds):
-    """The ids that `write_ids` wrote to a folder, memory-mapped and found by bisection.
-
-    OSError or ValueError where its files are missing or damaged.
-    """
-
-    def __init__(self, folder: Path):
-        self._start = mapped(folder / "ids.start.npy")  # (M + 1,) first bytes of the lines
-        self._sorted = mapped(folder / "ids.sorted.npy")  # (M,) passage numbers by ascending id
-        self.order = mapped(folder / "ids.order.npy", "c")  # (M,) its inverse
-        with open(folder / "ids.txt", "rb") as f:
-            size = os.path.getsize(folder / "ids.txt")
-            together = len(self._start) - 1 == len(self._sorted) == len(self.order)
-            if not together or size == 0 or self._start[-1] != size:
-                raise ValueError(f"{folder}/ids.txt and its ids.*.npy do not belong together")
-            self._text = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def _bytes(self, i: int) -> bytes:
-        return self._text[self._start[i] : self._start[i + 1] - 1]
-
-    def __getitem__(self, i: int) -> str:
-        return self._bytes(range(len(self))[i]).decode()
-
-    def _find(self, id_: object) -> int | None:
-        if not isinstance(id_, str):
-            return None
-        wanted = id_.encode("utf-8", "surrogatepass")  # UTF-8 bytes sort as Python's strings do
-        at = bisect_left(self._sorted, wanted, key=self._bytes)
-        row = int(self._sorted[at]) if at < len(self) else None
-        return row if row is not None and self._bytes(row) == wanted else None
-
-
-def _repeated(id_: str, corpus: Corpus = ()) -> RetrieverError:
-    """Names the lines of an id that a corpus file has twice."""
-    problem = f"passage id {id_!r} occurs more than once"
-    if is_file(corpus):
-        lines = (n for n, _, p in located_passages(os.fspath(corpus)) if p.id == id_)
-        first, second = islice(lines, 2)
-        problem = f"{corpus}:{second}: {problem} (first in line {first})"
-    return RetrieverError(f"{problem}; ids must be unique: rename one")
-
-
-def write_ids(folder: Path, ids: Iterable[str], corpus: Corpus = ()) -> int:
-    """Write the ids of an index; their number. RetrieverError: none, or one that occurs twice."""
-    start = array("q", [0])
-    with atomic_write(str(folder / "ids.txt"), "wb") as f:
-        for id_ in ids:
-            start.append(start[-1] + f.write(f"{id_}\n".encode()))
-    count, dtype = len(start) - 1, np.int32 if len(start) < 1 << 31 else np.int64
-    if count == 0:
-        os.remove(folder / "ids.txt")
-        name = corpus if is_file(corpus) else "the corpus"
-        raise RetrieverError(f"{name} has no passages; an index needs at least one")
-    with (
-        open(folder / "ids.txt", "rb") as f,
-        mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as text,
-    ):
-
-        def id_at(row: int) -> bytes:
-            return text[start[row] : start[row + 1] - 1]
-
-        rows = sorted(range(count), key=id_at)
-        twice = next((id_at(a) for a, b in pairwise(rows) if id_at(a) == id_at(b)), None)
-    if twice is not None:
-        os.remove(folder / "ids.txt")
-        raise _repeated(twice.decode(), corpus)
-    rows = np.array(rows, dtype=dtype)
-    order = np.empty_like(rows)
-    order[rows] = np.arange(count, dtype=dtype)
-    for name, values in (("start", np.array(start)), ("sorted", rows), ("order", order)):
-        with atomic_write(str(folder / f"ids.{name}.npy"), "wb") as f:
-            np.save(f, values)
-    return count
-
 
 # --------------------------------------------------------------------------------------- calls
-
-
-class CutCounter:
-    """Counts the queries that a retriever cut, each once; safe among threads."""
-
-    def __init__(self):
-        self.cut_queries, self._counting = 0, threading.Lock()
-
-    def count_cut(self, cut: Iterable[bool]) -> None:
-        with self._counting:
-            self.cut_queries += sum(cut)
 
 
 def check_queries(queries: Iterable[str]) -> list[str]:
@@ -295,17 +239,6 @@ def check_k(k: int, name: str = "k") -> None:
         raise RetrieverError(f"{name} is {k}; it must be at least 1")
 
 
-def without_nan(queries: list[str], hits: list[Hits | None]) -> list[Hits]:
-    """The lists of a search; RetrieverError where one is None, for a NaN score."""
-    if None in hits:
-        i = hits.index(None)
-        raise RetrieverError(
-            f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights and "
-            "at the index"
-        )
-    return hits
-
-
 def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
     """The gold ids of every query; a bare string is a list of one."""
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
@@ -316,77 +249,122 @@ def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) 
     return golds
 
 
-def check_golds(
-    ids: PassageIds, queries: Iterable[str], gold_ids: Iterable, cutoff: int
-) -> tuple[list[str], list[list[int]]]:
-    """What `gold_ranks` is asked: the queries, and the passage numbers of every query's golds."""
-    check_k(cutoff, "cutoff")
-    queries = check_queries(queries)
-    golds = gold_lists(queries, gold_ids)
-    if [] in golds:
-        i = golds.index([])
-        raise RetrieverError(
-            f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
-        )
-    return queries, [[ids.position(g) for g in gold] for gold in golds]
+class Retriever:
+    """Search among the passages `passage_ids` by what a subclass finds. Safe among threads.
+
+    `hits(queries, k)`: a list for every query, None on a NaN score, and which queries were cut;
+    `ranks(queries, golds, cutoff)`: a rank for every query and its golds' passage numbers, likewise
+    """
+
+    passage_ids: PassageIds
+    hits: Callable[[list[str], int], tuple[list[Hits | None], list[bool]]]
+    ranks: Callable[[list[str], list[list[int]], int], tuple[list, list[bool]]]
+
+    def __init__(self):
+        self.cut_queries, self._counting = 0, threading.Lock()
+
+    def _count_cut(self, cut: list[bool]) -> None:
+        with self._counting:
+            self.cut_queries += sum(cut)
+
+    def search(self, queries: Sequence[str], k: int) -> list[Hits]:
+        """The best k passages of every query, by (score descending, id ascending)."""
+        check_k(k)
+        hits, cut = self.hits(queries := check_queries(queries), k)
+        self._count_cut(cut)
+        if None in hits:
+            i = hits.index(None)
+            raise RetrieverError(
+                f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights "
+                "and at the index"
+            )
+        return hits
+
+    def gold_ranks(
+        self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
+    ) -> list[int | float | None]:
+        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on a NaN score."""
+        check_k(cutoff, "cutoff")
+        queries = check_queries(queries)
+        golds = gold_lists(queries, gold_ids)
+        if [] in golds:
+            i = golds.index([])
+            raise RetrieverError(
+                f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
+            )
+        rows = [[self.passage_ids.position(g) for g in gold] for gold in golds]
+        ranks, cut = self.ranks(queries, rows, cutoff)
+        self._count_cut(cut)
+        return ranks
 
 
 # ------------------------------------------------------------------------------------- corpora
 
 
-def is_file(corpus: Corpus) -> bool:
-    return isinstance(corpus, (str, os.PathLike))
+@dataclass
+class FilePart:
+    """Passages of a corpus file: `count` of them behind `skip` others from (line, byte) on."""
+
+    path: str
+    start: tuple[int, int]
+    skip: int
+    count: int
+
+    def __iter__(self) -> Iterator[Passage]:
+        rows = located_passages(self.path, self.start)
+        return (passage for _, _, passage in islice(rows, self.skip, self.skip + self.count))
 
 
-def survey(
-    corpus: Corpus, folder: Path | None = None, begins: Callable[[int], bool] = lambda i: False
-) -> tuple[int, str, dict[int, tuple[int, int]]]:
-    """One pass over a corpus that writes its ids into `folder`, unless an index has them there.
+class Corpus:
+    """A corpus file, or passages in memory: read once, then given out in parts.
 
-    → number of passages; sha256 over ids and contents; {i: (line, byte) in the file, if begins(i)}
+    `count`, `digest` (sha256 over ids and contents) and `size` (bytes of the file) tell it.
     """
-    starts, digest, count = {}, hashlib.sha256(), 0
-    rows = located_passages(os.fspath(corpus)) if is_file(corpus) else ((0, 0, p) for p in corpus)
 
-    def ids() -> Iterator[str]:
-        nonlocal count
-        for line, byte, passage in rows:
+    def __init__(self, source: Source, folder: Path | None = None):
+        """folder: of an index, where the ids are written unless an index has them there."""
+        self.path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
+        self.passages = [] if self.path else list(source)
+        self._starts, self.count, digest = [], 0, hashlib.sha256()
+        rows, wanted = self._read(digest), folder is not None
+        if wanted and read_meta(folder) is not None:
+            with contextlib.suppress(OSError, ValueError):  # missing or damaged
+                wanted = not PassageIds.open(folder)
+        ids = PassageIds(rows, self._lines) if wanted else None
+        deque(rows, maxlen=0)
+        if not self.count:
+            name = self.path or "the corpus"
+            raise RetrieverError(f"{name} has no passages; an index needs at least one")
+        if ids:
+            ids.save(folder)
+        self.digest = digest.hexdigest()
+        self.size = {"corpus_bytes": os.path.getsize(self.path)} if self.path else {}
+
+    def _read(self, digest: Any) -> Iterator[str]:
+        """The ids; notes on the way where parts begin, and adds to the digest."""
+        rows = located_passages(self.path) if self.path else ((0, 0, p) for p in self.passages)
+        for self.count, (line, byte, passage) in enumerate(rows, 1):
             if passage.id.split() != [passage.id]:  # in memory; a reader has looked at a file's
                 raise RetrieverError(
                     f"passage id {passage.id!r} must be free of blanks (a column of TREC files)"
                 )
-            if line and begins(count):
-                starts[count] = line, byte
-            count += 1
-            digest.update(f"{passage.id}\x1f{passage.contents}\x1e".encode("utf-8", "replace"))
+            if self.count % PART == 1:
+                self._starts.append((line, byte))
+            content = f"{passage.id}\x1f{passage.contents}\x1e"
+            digest.update(content.encode("utf-8", "replace"))
             yield passage.id
 
-    try:
-        there = folder is None or read_meta(folder) is not None and len(StoredIds(folder)) > 0
-    except (OSError, ValueError):  # missing or damaged
-        there = False
-    if there:
-        deque(ids(), maxlen=0)
-    else:
-        write_ids(folder, ids(), corpus)
-    return count, digest.hexdigest(), starts
+    def _lines(self, id_: str) -> list[str]:
+        """Where in the file an id stands twice, in words."""
+        rows = located_passages(self.path) if self.path else ()
+        lines = [number for number, _, passage in rows if passage.id == id_]
+        return [f" (first in line {lines[0]})", f"{self.path}:{lines[1]}: "] if lines else []
 
-
-def passages_at(corpus: Corpus, start: tuple[int, int] | None, count: int) -> Iterable[Passage]:
-    """`count` passages of a file from a start of `survey` on; without one, those of a list."""
-    if start is None:
-        return corpus
-    return (p for _, _, p in islice(located_passages(os.fspath(corpus), start), count))
-
-
-def corpus_bytes(corpus: Corpus) -> dict:
-    """{"corpus_bytes": size} of a corpus file; {} for passages in memory."""
-    if not is_file(corpus):
-        return {}
-    try:
-        return {"corpus_bytes": os.path.getsize(corpus)}
-    except OSError as e:
-        raise RetrieverError(f"{corpus}: {e.strerror}; give the path of a corpus file") from e
+    def part(self, start: int, stop: int) -> Iterable[Passage]:
+        """The passages start:stop, small to send to a process where they are a file's."""
+        if not self.path:
+            return self.passages[start:stop]
+        return FilePart(self.path, self._starts[start // PART], start % PART, stop - start)
 
 
 class Texts:
@@ -412,8 +390,7 @@ class Texts:
     def document(self, id_: str) -> dict[str, str]:
         """{"id", "contents"}. DataError: in its place stands another passage."""
         i = self.ids.position(id_)
-        rows = located_passages(self.path, (self.numbers[i], self.offsets[i]))
-        passage = next((p for _, _, p in rows), None)
+        passage = next(iter(FilePart(self.path, (self.numbers[i], self.offsets[i]), 0, 1)), None)
         if (found := passage and passage.id) != id_:
             raise DataError(
                 f"{self.path}: {found!r} stands where the index has {id_!r}; give its corpus"
@@ -426,14 +403,11 @@ class Texts:
 
 
 def in_processes(
-    call: Callable, tasks: Iterable[tuple], workers: int, ahead: int = 4, start: tuple = (None, ())
-) -> Iterator:
-    """`call(*task)` of every task, in order, by processes that work ahead by so many tasks each.
-
-    start: function and arguments that each process begins with
-    """
+    call: Callable, tasks: Iterable[tuple], workers: int, ahead: int = 4
+) -> Iterator[Any]:
+    """`call(*task)` of every task, in order, by processes that work ahead by so many tasks each."""
     context = multiprocessing.get_context("forkserver")  # which never touches a GPU
-    with ProcessPoolExecutor(workers, context, *start) as pool:
+    with ProcessPoolExecutor(workers, context) as pool:
         waiting: deque = deque()
         try:
             for task in tasks:
@@ -443,45 +417,40 @@ def in_processes(
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as e:
-            problem = (
+            raise RuntimeError(
                 "a worker process ended without an answer; if it lacked memory, use fewer workers"
-            )
-            raise RuntimeError(problem) from e
+            ) from e
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_worker: dict = {}  # of a tokenising process: its corpus file, prefix and tokenizer
-
-
-def _start_worker(corpus: str, prefix: str, tokenizer_json: str) -> None:
+@lru_cache(1)
+def _uncut(tokenizer_json: str) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    _worker.update(corpus=corpus, prefix=prefix, tokenizer=tokenizer)
+    return tokenizer
 
 
-def _tokenise(start: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of `count` passages in a row, and their lengths."""
-    rows = passages_at(_worker["corpus"], start, count)
-    texts = [_worker["prefix"] + passage.contents for passage in rows]
-    tokens = [np.array(e.ids, np.int32) for e in _worker["tokenizer"].encode_batch_fast(texts)]
+def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> tuple[np.ndarray, np.ndarray]:
+    """Uncut token ids of passages, one behind the other, and their lengths, (M,)."""
+    texts = [prefix + passage.contents for passage in part]
+    tokens = [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
     return np.concatenate(tokens), np.array([len(ids) for ids in tokens])
 
 
-def tokens_of(
-    corpus: str, tasks: Iterable[tuple], tokenizer_json: str, prefix: str, workers: int
-) -> Iterator[list[np.ndarray]]:
-    """Uncut token ids of the passages of every task: (start in the file, number of passages)."""
-    start = (_start_worker, (corpus, prefix, tokenizer_json))
-    for flat, lengths in in_processes(_tokenise, tasks, workers, start=start):
-        yield np.split(flat, np.cumsum(lengths)[:-1])
-
-
 # ------------------------------------------------------------------------------- index folders
+
+
+def mapped(path: Path, mode: str = "r") -> np.ndarray:
+    """An .npy file, memory-mapped; ValueError names it where it is damaged."""
+    try:
+        return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
+    except (EOFError, ValueError) as e:
+        raise ValueError(f"{path}: {e}") from e
 
 
 def read_meta(folder: Path) -> dict | None:
@@ -496,11 +465,10 @@ def read_meta(folder: Path) -> dict | None:
 
 def write_meta(folder: Path, meta: dict) -> None:
     with atomic_write(str(folder / "meta.json")) as f:
-        json.dump(meta, f, indent=1, ensure_ascii=False)
-        f.write("\n")
+        f.write(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
 
 
-def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
+def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
     """RetrieverError names the first setting of an index that is not the one asked for."""
     for key, value in want.items():
         if have.get(key) != value:
@@ -508,3 +476,24 @@ def check_same(folder: Path, have: dict, want: dict, way_out: str) -> None:
                 f"the index at {folder} was built with {key} {have.get(key)!r}, asked for is "
                 f"{value!r}. {way_out}"
             )
+
+
+@contextlib.contextmanager
+def opening(folder: Path, **wanted: Any) -> Iterator[dict]:
+    """meta.json of an index that the block opens: of these settings, whole, undamaged."""
+    if (meta := read_meta(folder)) is None:
+        raise RetrieverError(
+            f"there is no index at {folder}; build it with: python retriever.py kind=… corpus=FILE "
+            f"index={folder.parent} (encoder=FOLDER, faiss=FACTORY)"
+        )
+    check_same(folder, meta, wanted, "Give what it was built with, or build it again.")
+    again = "run the command that builds it again: it makes what is missing"
+    if not meta.get("complete", True):
+        raise RetrieverError(f"the index at {folder} is unfinished; {again}")
+    try:
+        yield meta
+    except RetrieverError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        reason = str(e).strip().splitlines()[-1]
+        raise RetrieverError(f"the index at {folder} is damaged ({reason}); {again}") from e

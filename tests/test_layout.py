@@ -25,7 +25,7 @@ FLOORS = [  # a file imports from lower floors alone; inside a wing any way but 
     ["grpo", "sft"],
 ]
 LEAVES = FLOORS[0]
-HEAVY = ["vllm", "faiss", "flash_attn", "mcp", "wandb", "peft", "fastapi"]
+HEAVY = ["vllm", "faiss", "flash_attn", "mcp", "wandb", "peft", "starlette"]
 
 
 def tracked() -> list[Path]:

@@ -26,7 +26,7 @@ from tiny_retrieval import (
 
 import retriever as R
 from config import ConfigError
-from data import Passage
+from data import DataError, Passage
 from retriever import (
     DenseRetriever,
     Index,
@@ -137,9 +137,9 @@ def test_nan_score_is_failed_never_a_rank():
 
 
 def test_width_mismatch_names_both():
-    with pytest.raises(RetrieverError, match="1024.*768"):
+    with pytest.raises(RuntimeError, match="1024.*768"):
         exact_search(torch.zeros(1, 1024), [np.zeros((2, 768), np.float16)], 1, torch.arange(2))
-    with pytest.raises(RetrieverError, match="1024.*768"):
+    with pytest.raises(RuntimeError, match="1024.*768"):
         exact_gold_ranks(torch.zeros(1, 1024), [np.zeros((2, 768), np.float16)], [[0]])
 
 
@@ -354,7 +354,7 @@ def test_an_index_of_another_corpus_is_not_opened(tmp_path, kind):
             )
     write_corpus(path, longer)
     open_retriever(cfg)
-    with pytest.raises(RetrieverError, match="nowhere: No such file"):
+    with pytest.raises(DataError, match="nowhere: No such file"):
         open_retriever(replace(cfg, corpus=str(tmp_path / "nowhere")))
 
 

@@ -25,7 +25,7 @@ from search.client import RemoteRetriever, RetrieverAway
 from search.passages import RetrieverError, Texts
 from served import PASSAGES, QRELS, QUERIES, ROOT, Server, call, contents
 
-for package in ("fastapi", "uvicorn", "mcp"):
+for package in ("starlette", "uvicorn", "mcp"):
     pytest.importorskip(package, reason="pip install -r requirements-serve.txt")
 import mcp as MCP  # noqa: E402
 
@@ -519,10 +519,10 @@ def test_a_corpus_file_that_changed_is_not_served_beside_its_old_index(files, tm
 
 
 def test_a_missing_package_is_named_with_the_requirements_file(tmp_path):
-    (tmp_path / "fastapi.py").write_text("raise ImportError('No module named fastapi')")
+    (tmp_path / "starlette.py").write_text("raise ImportError('No module named starlette')")
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import config, serve; "
-        "assert not {'mcp', 'uvicorn', 'fastapi'} & set(sys.modules); "
+        "assert not {'mcp', 'uvicorn', 'starlette'} & set(sys.modules); "
         "config.run(serve.ServeConfig, serve.main, ['port=0'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -534,7 +534,7 @@ def test_a_missing_package_is_named_with_the_requirements_file(tmp_path):
 
 
 def test_the_help_loads_neither_torch_nor_a_server():
-    heavy = {"torch", "transformers", "mcp", "uvicorn", "fastapi"}
+    heavy = {"torch", "transformers", "mcp", "uvicorn", "starlette"}
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import config, serve\n"
         "try: config.load_config(serve.ServeConfig, ['--help'])\n"

@@ -17,7 +17,7 @@ from retriever import RetrieverConfig
 from search.passages import FAILED, RetrieverError
 from served import PASSAGES, QUERIES
 
-for package in ("fastapi", "uvicorn"):
+for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="pip install -r requirements-serve.txt")
 
 
