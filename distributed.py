@@ -110,6 +110,11 @@ def gather_objects(value: Any) -> list[Any]:
     return out
 
 
+def gather_rows(rows: list) -> list:
+    """The rows of all ranks, in rank order."""
+    return [row for part in gather_objects(rows) for row in part]
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import config
-import data
 import distributed
-import prompts
 import report
 import runs
 import training
@@ -33,15 +31,14 @@ from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
 from config import FINITE, above, at_least, between
 from distributed import Dist
 from engines.base import EngineConfig, Rollout, Sampling
-from episodes import episode
-from episodes.episode import AgentTask, EpisodeConfig, SearchTask
+from episodes.tasks import EpisodeConfig
 from lora import LoRAConfig, starting_weights
 from model import lr_at
 from packing import packed_logprobs
 from retriever import RetrieverConfig
-from reward import parse_response, score_rewrite
-from rollout import TorchEngine, check_engine
+from rollout import TorchEngine
 from scoring.health import step_figures, validation_line
+from tasks import Task, check_task
 from training import BETAS, Clock, Stopped
 
 # ================================================================================== configuration
@@ -249,7 +246,7 @@ class Score:
 
     text: str
     reward: float | None  # None: it failed for a technical reason and is left out
-    figures: dict  # of a rewrite: rewrite, well_formed, rank; of an episode: episode_figures
+    figures: dict  # what is logged of it (`measure` of its task)
 
 
 @dataclass(kw_only=True)
@@ -259,10 +256,8 @@ class Run(training.Run):
     cfg: GRPOConfig
     reference: nn.Module | None  # with LoRA the policy itself (lora.starting_weights)
     engine: TorchEngine
-    retriever: object | None  # None where episodes have it
-    task: SearchTask | AgentTask | None  # of episodes; None: rewrites
-    golds: dict[str, list[str]]  # of episodes: question id → gold passages, where qrels tell
-    items: list  # data.Turn; of episodes data.Question
+    task: Task
+    items: list  # data.Turn or data.Question
     prompts: list[list[int]]  # of each item, token ids
     dev: list
     dev_prompts: list[list[int]]
@@ -287,7 +282,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     training.check_weights(run.engine, stats)
     with clock("sync"):
         sync_engine(run)
-    rows = training.gather_rows(run, rollouts, scores, advantages, items)
+    rows = training.rollout_rows(run, rollouts, scores, advantages, items)
     figures = step_figures(rows) | stats | sampled | {"lr": lr} | clock.seconds
     return {"step": step + 1} | figures, rows
 
@@ -304,57 +299,20 @@ def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
     how = Sampling(cfg.group_size, cfg.temperature, max_tokens=cfg.max_response_tokens)
     seeds = [random.Random(f"sample {cfg.seed} {step} {place}").getrandbits(62) for place in places]
     samplings = [replace(how, seed=seed) for seed in seeds]
-    rollouts = sample(run, [run.prompts[order[p]] for p in places], samplings)
-    return rollouts, [run.items[order[p]] for p in places]
-
-
-def sample(run: Run, prompt_ids: list[list[int]], samplings: list[Sampling]) -> list[Rollout]:
-    """Responses to the prompts: one turn each, or whole episodes."""
-    if run.task is None:
-        return run.engine.generate(prompt_ids, samplings)
-    return episode.run_episodes(run.engine, prompt_ids, samplings, run.task, run.engine.max_length)
+    asked = [run.prompts[order[p]] for p in places]
+    return run.task.rollouts(run.engine, asked, samplings), [run.items[order[p]] for p in places]
 
 
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
-    """What the rollouts earn; items[i] (turn or question) belongs to those of group_id i."""
-    if run.task is None:
-        return score_rewrites(rollouts, items, run.retriever, run.tokenizer, run.cfg)
-    scores = []
-    for e in rollouts:
-        question = items[e.group_id]
-        case = e, question, run.task, run.golds.get(question.id, ())
-        scores.append(Score(e.text, episode.episode_reward(*case), episode.episode_figures(*case)))
-    return scores
+    """Read, search, reward; items[i], a turn or a question, belongs to the rollouts of group_id i.
 
-
-def score_rewrites(
-    rollouts: list[Rollout], turns: list[data.Turn], retriever, tokenizer, cfg: GRPOConfig
-) -> list[Score]:
-    """Parse, search, reward; turns[i] belongs to the rollouts of group_id i.
-
-    Malformed responses are not searched, equal queries of a turn are searched once; every rollout
-    has its own rank.
+    Of a rewrite: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). A response that failed
+    for a technical reason, in the engine or in a search, earns nothing: it is left out.
     """
-    texts = [prompts.decode_response(tokenizer, r.response_ids) for r in rollouts]
-    parsed = [parse_response(text, cfg.parser) for text in texts]
-    queries = []
-    for r, p in zip(rollouts, parsed):
-        sound = p.well_formed and r.end != "engine_error"
-        queries.append((r.group_id, data.one_line(p.rewrite)) if sound else None)
-    searched = [query for query in dict.fromkeys(queries) if query]
-    golds = [turns[group].gold_ids for group, _ in searched]
-    # every rank asks, if only for nothing: an index across the ranks needs all of them
-    ranks = dict(zip(searched, retriever.gold_ranks([text for _, text in searched], golds)))
-    scores = []
-    for r, text, p, query in zip(rollouts, texts, parsed, queries):
-        rank, reward = ranks.get(query), None
-        search_failed = rank is not None and math.isnan(rank)  # search.passages.FAILED
-        if r.end != "engine_error" and not search_failed:
-            reward = score_rewrite(text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
-        rank = None if search_failed else rank
-        figures = {"rewrite": p.rewrite, "well_formed": p.well_formed, "rank": rank}
-        scores.append(Score(text, reward, figures))
-    return scores
+    answers = [run.task.read(r) for r in rollouts]
+    figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
+    rewards = [None if a.failed else run.task.reward(a, f) for a, f in zip(answers, figures)]
+    return [Score(a.text, reward, f) for a, reward, f in zip(answers, rewards, figures)]
 
 
 def rollout_advantages(
@@ -511,9 +469,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
-    rollouts = sample(run, [run.dev_prompts[i] for i in mine], [greedy] * len(mine))
-    figures = training.dev_figures(run, rollouts, [run.dev[i] for i in mine])
-    training.keep_best(run, step, figures[run.metric])
+    rollouts = run.task.rollouts(run.engine, [run.dev_prompts[i] for i in mine], greedy)
+    found = run.task.validate(rollouts, [run.dev[i] for i in mine], run.dev)
+    figures = {f"dev_{key}": value for key, value in found.items()}
+    training.keep_best(run, step, figures[run.task.best])
     seconds = time.perf_counter() - began
     distributed.print0(validation_line(figures, step, run.steps, run.best, seconds))
     return figures
@@ -524,7 +483,6 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     config.check_ranges(cfg)
     config.check_given(cfg, "model", "train", "out")
     share, left_over = divmod(cfg.prompts_per_step, world)
-    episodes, gold = cfg.task != "rewrite", cfg.episode.gold_reward
     wrong = ""
     if left_over:
         wrong = (
@@ -541,14 +499,15 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
             f"lora.dropout={cfg.lora.dropout}: another policy than the one that sampled would "
             "be trained; set lora.dropout=0"
         )
-    elif episodes and gold != "none" and not cfg.qrels:
-        wrong = f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]"
+    elif cfg.episode.gold_reward != "none" and not cfg.qrels:
+        wrong = (
+            f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give "
+            "qrels=[FILE, …]"
+        )
     if wrong:
         raise config.ConfigError(wrong)
     runs.claim_folder(cfg.out, "grpo.py")
-    check_engine(cfg.engine, equal_calls=not episodes)
-    if episodes:
-        episode.check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
+    check_task(cfg)
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:

@@ -320,10 +320,8 @@ def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
     return check_search_format(text, sum(not written for _, written in segments))
 
 
-def score_answer(
-    prediction: str | None, golds: str | Iterable[str], well_formed: bool, reward: str
-) -> float:
-    """What the answer of an episode earns (None: there was none).
+def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:
+    """What the answer of an episode earns for its `answer_metrics`.
 
     research   0 unless well formed (its end with EOS included), then the F1, or 0.1 where that is 0
                (ReSearch's code; its paper has no format gate)
@@ -331,7 +329,7 @@ def score_answer(
     f1         F1 without a format gate (DeepSearch-RL, whose code doubles that of the first gold)
     """
     if reward == "research":
-        return (f1_score(prediction, golds) or 0.1) if well_formed else 0.0
+        return (scores["f1"] or 0.1) if well_formed else 0.0
     if reward not in ("em", "f1"):
         raise ValueError(f"reward is {reward!r}; choose one of research, em, f1")
-    return answer_metrics(prediction, golds)[reward]
+    return scores[reward]

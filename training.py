@@ -18,19 +18,15 @@ from torch import nn
 import config
 import data
 import distributed
-import prompts
 import runs
 from config import Range
 from distributed import print0
-from episodes.episode import episode_figures, episode_reward, open_task
-from infer import end_and_pad_ids, prompt_encoder
 from lora import adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
-from retriever import open_retriever, retriever_settings
-from reward import parse_response
-from rollout import check_engine_gap, open_engine
-from scoring.health import answer_means, collapse_reason, step_line
-from scoring.ranking import evaluate_run, read_qrels
+from retriever import retriever_settings
+from rollout import check_engine_gap, end_and_pad_ids, open_engine
+from scoring.health import collapse_reason, step_line
+from tasks import Task, open_task
 
 BETAS = Range(
     "two numbers from 0 to below 1",
@@ -303,10 +299,10 @@ def sampling_figures(run, before) -> dict[str, float]:
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(run.engine.total, name) - getattr(before, name) for name in names]
     figures = dict(zip(names, map(int, distributed.all_reduce_sum(own))))
-    return figures | ({"seconds_search": run.task.tools.seconds} if run.task else {})
+    return figures | run.task.seconds()
 
 
-def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list) -> list[dict]:
+def rollout_rows(run, rollouts: list, scores: list, advantages: list, items: list) -> list[dict]:
     """The step's rollouts of all ranks as they are written to rollouts/step_*.jsonl."""
     first = run.dist.rank * len(items)
     rows = [
@@ -322,12 +318,7 @@ def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list
         }
         for r, s, advantage in zip(rollouts, scores, advantages)
     ]
-    return gather_all(rows)
-
-
-def gather_all(rows: list) -> list:
-    """The rows of all ranks, in rank order."""
-    return [row for part in distributed.gather_objects(rows) for row in part]
+    return distributed.gather_rows(rows)
 
 
 def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
@@ -344,35 +335,6 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
             how = f"rank {shown['rank']}" if "rank" in shown else shown["end"]
             earned = f"{how}, reward {shown['reward']}"
             print0(f"  sample {shown['query_id']}: {earned}: {shown['response']!r}")
-
-
-def dev_figures(run, rollouts: list, items: list) -> dict[str, float]:
-    """`dev_…` metrics over the items of all ranks, of greedy rollouts of this rank's items.
-
-    A malformed rewrite searches the raw question; an episode that failed scores 0 and is counted.
-    """
-    if run.task is None:
-        texts = [prompts.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
-        parsed = [parse_response(text, run.cfg.parser) for text in texts]
-        queries = [p.rewrite if p.well_formed else t.question for t, p in zip(items, parsed)]
-        hits = run.retriever.search([data.one_line(query) for query in queries], 100)
-        own = [(t.query_id, h, p.well_formed) for t, h, p in zip(items, hits, parsed)]
-        rows = gather_all(own)
-        qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev}
-        figures = evaluate_run({query_id: hits for query_id, hits, _ in rows}, qrels)
-        del figures["queries"], figures["missing"]
-        well_formed = [sound for _, _, sound in rows]
-    else:
-        cases = [(e, q, run.task, run.golds.get(q.id, ())) for e, q in zip(rollouts, items)]
-        own = [episode_figures(*c) | {"failed": episode_reward(*c) is None} for c in cases]
-        rows = gather_all(own)
-        figures = answer_means(rows) | {"failed": sum(row["failed"] for row in rows)}
-        well_formed = [row["well_formed"] for row in rows]
-    figures["format_rate"] = sum(well_formed) / len(well_formed)
-    return {f"dev_{key}": value for key, value in figures.items()}
-
-
-BEST = {"rewrite": "dev_mrr", "search": "dev_f1", "agent": "dev_f1"}  # what chooses the best policy
 
 
 def summary(run) -> dict:
@@ -419,27 +381,20 @@ def settings(cfg) -> dict:
 def load(cfg, dist: distributed.Dist) -> dict:
     """What grpo.Run holds beside its configuration: data first, then models."""
     tokenizer = load_tokenizer(cfg.model)
-    retriever, task, golds = None, None, {}
-    if cfg.task == "rewrite":
-        retriever = open_retriever(cfg.retriever)
-    else:
-        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever)
-        inside = getattr(task.tools, "retriever", None)
-        golds = read_golds(cfg.qrels, getattr(inside, "passage_ids", None))
-    items, item_prompts = load_items(cfg, cfg.train, retriever, task, tokenizer)
-    dev, dev_prompts = load_items(cfg, cfg.dev, retriever, task, tokenizer)
+    task = open_task(cfg, tokenizer, qrels=cfg.qrels)
+    items, item_prompts = load_items(cfg, cfg.train, task)
+    dev, dev_prompts = load_items(cfg, cfg.dev, task)
     warn_of_overlap(items, dev)
     longest = max(map(len, item_prompts + dev_prompts)) + cfg.max_response_tokens
     policy, reference, engine = load_models(cfg, dist, tokenizer, longest)
     count = cfg.steps or math.ceil(cfg.epochs * len(items) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // dist.world
-    kind = "turns" if task is None else "questions"
     print0(
         f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {dist.world} "
         f"process{'es' * (dist.world > 1)} = {sequences} sequences per process in micro-batches of "
-        f"{cfg.micro_batch_tokens} tokens; {len(items)} {kind} = "
+        f"{cfg.micro_batch_tokens} tokens; {len(items)} {task.items} = "
         f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {count} steps, lr {cfg.lr:g}; "
-        f"{len(dev)} validation {kind} every {cfg.validate_every} steps"
+        f"{len(dev)} validation {task.items} every {cfg.validate_every} steps"
     )
     return {
         "tokenizer": tokenizer,
@@ -447,43 +402,29 @@ def load(cfg, dist: distributed.Dist) -> dict:
         "reference": reference,
         "optimizer": make_optimizer(policy, cfg.lr, tuple(cfg.betas), cfg.weight_decay),
         "engine": engine,
-        "retriever": retriever,
         "task": task,
-        "golds": golds,
         "items": items,
         "prompts": item_prompts,
         "dev": dev,
         "dev_prompts": dev_prompts,
         "steps": count,
         "validate_every": cfg.validate_every if dev else 0,
-        "metric": BEST[cfg.task],
+        "metric": task.best,
         "notes": {"task.json": {"task": cfg.task, "template": cfg.episode.template}},
     }
 
 
-def load_items(cfg, path: str, retriever, task, tokenizer) -> tuple[list, list[list[int]]]:
-    """The turns or questions of a file with their prompts; none where no file is given."""
+def load_items(cfg, path: str, task: Task) -> tuple[list, list[list[int]]]:
+    """The turns or questions of a file with their prompts, none where no file is given; those of
+    too many tokens are left out and counted."""
     if not path:
         return [], []
-    if task is not None:
-        items = data.read_questions(path)
-    else:
-        items, dropped = data.with_gold(data.read_turns(path), retriever.passage_ids, path)
-        if dropped:
-            print0(f"{path}: {dropped} turns without a gold passage left out")
-    return encode_items(items, prompt_encoder(cfg, task, tokenizer), cfg.max_prompt_tokens, path)
-
-
-def encode_items(
-    items: list, encode: Callable, limit: int, path: str
-) -> tuple[list, list[list[int]]]:
-    """Items with their prompts; those of more than `limit` tokens are left out and counted."""
-    pairs = [(item, encode(item)) for item in items]
+    limit, pairs = cfg.max_prompt_tokens, [(i, task.prompt(i)) for i in task.rewarded_items(path)]
     kept = [(item, ids) for item, ids in pairs if len(ids) <= limit]
     if not kept:
         raise data.DataError(f"{path}: every prompt is longer than max_prompt_tokens={limit}")
-    if len(kept) < len(items):
-        left_out = f"{len(items) - len(kept)} of {len(items)} left out"
+    if len(kept) < len(pairs):
+        left_out = f"{len(pairs) - len(kept)} of {len(pairs)} left out"
         print0(f"{path}: {left_out}: prompt above max_prompt_tokens={limit}")
     return [item for item, _ in kept], [ids for _, ids in kept]
 
@@ -494,20 +435,6 @@ def warn_of_overlap(train: list, dev: list) -> None:
         print0(
             f"warning: train and dev share {len(both)} conversations or questions: {min(both)!r}"
         )
-
-
-def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
-    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
-    golds: dict[str, list[str]] = {}
-    for path in paths:
-        for query, judged in read_qrels(path).items():
-            golds[query] = [p for p, gain in judged.items() if gain > 0]
-            for passage in golds[query] if passage_ids is not None else []:
-                if passage not in passage_ids:
-                    raise data.DataError(
-                        f"{path}: gold passage {passage!r} is not in the index; give its own qrels"
-                    )
-    return golds
 
 
 def load_policy(cfg, cuda: bool, keep_start: bool = False) -> nn.Module:

@@ -36,6 +36,7 @@ from engines.base import EngineConfig
 import packing
 from model import make_optimizer, prepare_causal_lm
 from prompts import decode_response
+import tasks
 import training
 from rollout import open_engine
 
@@ -114,9 +115,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         reference=reference,
         optimizer=make_optimizer(policy, cfg.lr),
         engine=engine,
-        retriever=None,
-        task=None,
-        golds={},
+        task=tasks.Rewrite(cfg, tokenizer),
         items=turns,
         prompts=prompts,
         dev=[],

@@ -11,56 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from config import ConfigError
-from data import Question, read_corpus
+from data import Question
 from engines.base import Rollout, RolloutError, Sampling
-from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, Task, answer_block
-from episodes.tools import Call, MCPTools, RetrieverTools
-from episodes.trajectories import read_conversations
-from prompts import before_calls, call_text, read_instruction
-from retriever import RetrieverConfig, open_retriever
-from reward import all_gold, answer_metrics, gold_recall, score_answer
-from runs import read_json
-from search.passages import PassageIds, Texts
+from episodes.tools import Call
+from prompts import before_calls, call_text, outside_thoughts
+from reward import answer_metrics, extract_answer
 
 ENDED = ("answered", "no_answer")  # the model itself ended the episode
 FAILED = ("engine_error", "tool_error")  # technical: left out and counted, never scored
 END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length, rounds: no token, no turn was left
 LEAST_ROOM = 64  # tokens; a search whose result has less room is not made: tags and notes need 60
-
-
-def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
-    """ConfigError for settings that cannot work; loads nothing. budget: max_response_tokens."""
-    room = budget - int(cfg.answer_share * budget)
-    if cfg.instruction:
-        read_instruction(cfg.instruction)
-    if room < 2 * LEAST_ROOM:
-        problem = (
-            f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
-            f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
-            "lower the other"
-        )
-    elif task != "agent" and cfg.mcp:
-        problem = "episode.mcp is for task=agent; leave it empty"
-    elif task != "agent" and cfg.bare_calls:
-        problem = "episode.bare_calls is for task=agent; leave it out"
-    elif task == "agent" and cfg.template == "base":
-        problem = "episode.template=base is for task=search; agent needs a chat template"
-    elif cfg.mcp and cfg.gold_reward != "none":
-        problem = (
-            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
-            "leave one of them empty"
-        )
-    else:
-        return
-    raise ConfigError(problem)
 
 
 @dataclass
@@ -85,6 +51,11 @@ class Episode(Rollout):
     ended: bool = False  # by the tokenizer's own EOS, or a forced one
     failure: str = ""  # why it is one of FAILED
     well_formed: bool = False  # it keeps its task's form
+
+    @property
+    def failed(self) -> bool:
+        """For a technical reason."""
+        return self.end in FAILED
 
     @property
     def left(self) -> int:
@@ -127,7 +98,7 @@ def run_episodes(
     engine,
     prompts: Sequence[Sequence[int]],
     samplings: Sampling | Sequence[Sampling],
-    task: Task,
+    task,
     context: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Episode]:
@@ -171,7 +142,7 @@ def run_episodes(
 
 
 def _sample(
-    engine, active: list[Episode], samplings: Sequence[Sampling], number: int, task: Task
+    engine, active: list[Episode], samplings: Sequence[Sampling], number: int, task
 ) -> list[Rollout]:
     """The next turn of every active episode, in their order.
 
@@ -190,7 +161,12 @@ def _sample(
     return engine.generate([e.prompt_ids + e.response_ids for e in active], requests)
 
 
-def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> None:
+def answer_block(text: str) -> str | None:
+    """The last answer outside of the thinking."""
+    return extract_answer(outside_thoughts(text))
+
+
+def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
     """Read a turn that was appended. It asks for something (`calls`), or the episode has ended, or
     it goes on in the next round, because it was stopped at a text that ends nothing.
 
@@ -207,11 +183,11 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
     turn.completion_tokens += len(ids)
     if sampled.end in ("length", "engine_error"):
         episode.end = sampled.end
-        episode.failure = "the engine's logits were no numbers" if episode.end in FAILED else ""
+        episode.failure = "the engine's logits were no numbers" if episode.failed else ""
         return
     stopped = sampled.end == "stop"
     said = "".join(r.text for r in episode.rounds) if task.one_message else turn.text
-    calls, block = task.read(said, turn.text, stopped), answer_block(said)
+    calls, block = task.find_calls(said, turn.text, stopped), answer_block(said)
     if calls or calls is None or (stopped and block is None):
         turn.calls, episode.end = calls or [], "rounds" if final else ""
         _limit_calls(episode, turn.calls, task)
@@ -224,7 +200,7 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
     episode.well_formed = task.well_formed(episode)
 
 
-def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
+def _limit_calls(episode: Episode, calls: list[Call], task) -> None:
     """Give the calls beyond a limit a note in place of a search."""
     left = task.cfg.max_calls - episode.searches if _room(episode, task) >= LEAST_ROOM else 0
     for i, call in enumerate(call for call in calls if not call.note):
@@ -234,12 +210,12 @@ def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
             call.note = f"Not carried out: one turn may hold {task.cfg.calls_per_round} calls."
 
 
-def _room(episode: Episode, task: Task) -> int:
+def _room(episode: Episode, task) -> int:
     """Tokens that results may take."""
     return episode.left - int(task.cfg.answer_share * episode.budget)
 
 
-def _show_results(episode: Episode, task: Task) -> list[int]:
+def _show_results(episode: Episode, task) -> list[int]:
     """The tokens of what the last turn asked for; none where that ended the episode: a search
     failed, or no token would be left behind them."""
     turn = episode.rounds[-1]
@@ -255,96 +231,17 @@ def _show_results(episode: Episode, task: Task) -> list[int]:
     return ids
 
 
-# --------------------------------------------------------------------------------- opening a task
-
-
-def open_task(
-    name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConfig, examples: str = ""
-) -> Task:
-    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations."""
-    kind = {"search": SearchTask, "agent": AgentTask}[name]
-    if not cfg.mcp and retriever.across_ranks:
-        raise ConfigError(
-            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
-            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
-        )
-    if not cfg.mcp and not retriever.corpus:
-        raise ConfigError(
-            f"task={name} shows passages: give retriever.corpus=FILE, which the index is made of"
-        )
-    shown = read_conversations(examples) if examples else []
-    if cfg.mcp:
-        return kind(cfg, tokenizer, MCPTools(cfg.mcp, cfg.timeout), shown)
-    opened = open_retriever(retriever)
-    ids = opened.passage_ids
-    if not hasattr(ids, "position"):  # a served index: the order is the corpus file's
-        ids = PassageIds([p.id for p in read_corpus(retriever.corpus)])
-    texts = Texts(retriever.corpus, ids)
-    tools = RetrieverTools(opened, texts.document, cfg.top_k, cfg.timeout, numbered=name == "agent")
-    return kind(cfg, tokenizer, tools, shown)
-
-
-def other_task(folder: str, task: str, template: str) -> str:
-    """What a model's folder says it was trained with where that is another prompt, else ""."""
-    trained = read_json(os.path.join(folder, "task.json"))
-    own = {"task": task} | ({"template": template} if task == "search" else {})
-    return "" if trained is None or own.items() <= trained.items() else json.dumps(trained)
-
-
-# --------------------------------------------------------------------------- rewards and figures
-
-
-def episode_reward(
-    episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
-) -> float | None:
-    """What an episode earns for its answer (score_answer) and, where it is well formed (`research`)
-    or has an answer, for retrieved gold passages. None: it failed for a technical reason."""
-    cfg = task.cfg
-    if episode.end in FAILED:
-        return None
-    auto = "research" if task.name == "search" else "f1"
-    kind = auto if cfg.answer_reward == "auto" else cfg.answer_reward
-    golds, well_formed = question.golden_answers, episode.well_formed
-    reward = score_answer(episode.prediction, golds, well_formed, kind)
-    counts = well_formed if kind == "research" else episode.prediction is not None
-    if cfg.gold_reward != "none" and counts and gold_ids:
-        share = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward]
-        reward += cfg.gold_weight * share(episode.retrieved, gold_ids)
-    return reward
-
-
-def episode_figures(
-    episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
-) -> dict:
-    """What is measured of one episode; the gold figures are None where nothing is judged."""
-    scores = answer_metrics(episode.prediction, question.golden_answers)
-    judged = gold_ids and episode.end not in FAILED and not task.cfg.mcp  # whose texts have no ids
-    return {
-        "em": scores["em"],
-        "f1": scores["f1"],
-        "prediction": episode.prediction,
-        "well_formed": episode.well_formed,
-        "rounds": len(episode.rounds),
-        "searches": episode.searches,
-        "notes": sum(bool(call.note) for call in episode.calls),
-        "gold_recall": gold_recall(episode.retrieved, gold_ids) if judged else None,
-        "all_gold": all_gold(episode.retrieved, gold_ids) if judged else None,
-        "model_tokens": sum(episode.loss_mask),
-        "end": episode.end,
-    }
-
-
 # ---------------------------------------------------------------------------------- trajectories
 
 
-def trajectory_row(episode: Episode, question: Question, task: Task, request: dict) -> dict:
+def trajectory_row(episode: Episode, question: Question, task, request: dict) -> dict:
     """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more. Few-shot examples
     are left out: it is a training row for the prompt without them."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         messages += turn_messages(turn, number, task.cfg.bare_calls)
     last = episode.rounds[-1] if episode.rounds else Round("")
-    error = f"{episode.end}: {episode.failure}" if episode.end in FAILED else None
+    error = f"{episode.end}: {episode.failure}" if episode.failed else None
     return {
         "rollout_id": f"{question.id}#{episode.sample}",
         "id": question.id,
