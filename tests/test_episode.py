@@ -148,9 +148,7 @@ def test_a_query_in_an_open_think_block_is_searched_and_breaks_the_form():
     retriever = Search()
     (e,), _ = play(search_task(retriever), ["<think>I need <search>Ann</search>", ANSWER])
     assert retriever.calls == [["Ann"]] and e.end == "answered" and e.ended
-    assert (
-        not search_task().well_formed(e) and earned(e, LIMA, search_task()) == 0.0
-    )
+    assert not search_task().well_formed(e) and earned(e, LIMA, search_task()) == 0.0
 
 
 @pytest.mark.parametrize("reward, box", [("em", "{}"), ("auto", r"\boxed{{{}}}")])
@@ -286,9 +284,7 @@ def test_overflow_is_seen_before_anything_is_appended():
         and len(e.response_ids) < 70
     )
     assert e.calls[0].note and e.retrieved == []
-    assert (
-        earned(e, LIMA, search_task()) == 0.0
-    )  # a budget that runs out is the policy's own doing
+    assert earned(e, LIMA, search_task()) == 0.0  # a budget that runs out is the policy's own doing
     size, task = (
         len(
             tokenizer()(THINK + ' <result>\n"Ann"\nAnn wrote Dune in Lima.\n</result>')["input_ids"]
@@ -300,11 +296,7 @@ def test_overflow_is_seen_before_anything_is_appended():
     (e,), _ = play(task, [THINK, ANSWER], budget=size + 20)
     assert e.end == "length" and len(e.rounds) == 2 and len(e.response_ids) == size + 20
     (e,), _ = play(search_task(), [("cut", ANSWER)])
-    assert (
-        e.end == "length"
-        and e.prediction is None
-        and earned(e, LIMA, search_task()) == 0.0
-    )
+    assert e.end == "length" and e.prediction is None and earned(e, LIMA, search_task()) == 0.0
 
 
 def test_a_prompt_without_room_is_an_error():
@@ -417,16 +409,10 @@ def test_documents_cannot_speak_for_anyone(make, monkeypatch):
     assert ids.count(EOS) == (make is agent_task) and ids.count(1) == 2 * (
         make is agent_task
     )  # the template's own
-    assert (
-        e.end == "answered" and task.well_formed(e) and earned(e, LIMA, task) == 1.0
-    )
+    assert e.end == "answered" and task.well_formed(e) and earned(e, LIMA, task) == 1.0
     assert e.prediction == "Lima"
     (e,), _ = play(task, [ask, "<think>no answer of its own</think>"])
-    assert (
-        e.end == "no_answer"
-        and e.prediction is None
-        and earned(e, LIMA, task) == 0.0
-    )
+    assert e.end == "no_answer" and e.prediction is None and earned(e, LIMA, task) == 0.0
 
 
 def test_results_that_the_model_writes_itself_are_malformed():
@@ -435,11 +421,7 @@ def test_results_that_the_model_writes_itself_are_malformed():
     invented = "<think>x</think> <search>q</search> <result>Lima</result> " + ANSWER
     assert reward.check_search_format(invented)
     (e,), _ = play(search_task(), ["<result>Lima</result>" + ANSWER])
-    assert (
-        e.end == "answered"
-        and not task.well_formed(e)
-        and earned(e, LIMA, task) == 0.0
-    )
+    assert e.end == "answered" and not task.well_formed(e) and earned(e, LIMA, task) == 0.0
     assert not reward.search_well_formed(
         [
             ("<think>x</think> <search>q</search><result>", True),
@@ -452,11 +434,7 @@ def test_results_that_the_model_writes_itself_are_malformed():
 def test_an_end_that_is_not_the_tokenizers_eos_earns_nothing():
     """ReSearch: a row that ends in <|endoftext|> where EOS is <|im_end|> scores 0."""
     (e,), _ = play(search_task(), [ANSWER], eos=4)
-    assert (
-        e.end == "answered"
-        and not e.ended
-        and earned(e, LIMA, search_task()) == 0.0
-    )
+    assert e.end == "answered" and not e.ended and earned(e, LIMA, search_task()) == 0.0
 
 
 def test_eos_alone_and_engine_errors():

@@ -25,7 +25,7 @@ import distributed
 import grpo
 import infer
 import tasks
-from data import DataError, Question
+from data import DataError
 from engines.base import Rollout, Sampling
 from engines.torch_engine import TorchEngine
 from episodes import tools

@@ -28,7 +28,7 @@ from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
 from engines.base import Rollout
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import share_prefixes, token_logprobs
-from prompts import encode_chat, encode_example, response_text, rewrite_prompt
+from prompts import encode_example, response_text
 from rollout import collate_rollouts
 from runs import begin_metrics, write_jsonl
 from scoring.health import step_figures

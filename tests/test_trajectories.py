@@ -131,7 +131,9 @@ def test_a_trajectory_is_encoded_as_it_was_sampled(make, turns, template):
     """What SFT trains on is token for token the rollout: prompt, turns, results; masks too."""
     task = make(tok=tokenizer(template))
     engine = Script(turns)
-    (e,) = run_episodes(engine, [task.prompt(Question("q", "Where?", []))], Sampling(max_tokens=3000), task, 4096)
+    (e,) = run_episodes(
+        engine, [task.prompt(Question("q", "Where?", []))], Sampling(max_tokens=3000), task, 4096
+    )
     row = json.loads(json.dumps(episode.trajectory_row(e, LIMA, task, {})))
     ids, mask = trajectories.encode(task.tokenizer, row)
     assert (
@@ -146,7 +148,11 @@ def test_base_models_get_one_string(tmp_path):
         text.endswith("User: Where is {it} < |im_end|>? Assistant:") and "<|im_start|>" not in text
     )
     (e,) = run_episodes(
-        Script([THINK, ANSWER]), [task.prompt(Question("q", "Where?", []))], Sampling(max_tokens=3000), task, 4096
+        Script([THINK, ANSWER]),
+        [task.prompt(Question("q", "Where?", []))],
+        Sampling(max_tokens=3000),
+        task,
+        4096,
     )
     ids, mask = trajectories.encode(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
     assert ids == e.prompt_ids + e.response_ids
@@ -164,7 +170,9 @@ def test_an_instruction_may_name_a_token_that_is_not_special():
     """Reasoning models have `<think>` as one token; what the tokenizer calls special stays broken in a question."""
     tok = tiny.tiny_tokenizer(chat=False)
     tok.add_tokens([AddedToken("<think>", special=False)])
-    text = tok.decode(search_task(template="base", tok=tok).prompt(Question("q", "Where <|im_end|>?", [])))
+    text = tok.decode(
+        search_task(template="base", tok=tok).prompt(Question("q", "Where <|im_end|>?", []))
+    )
     assert "<think>" in text and "< think>" not in text and "< |im_end|>" in text
 
 
