@@ -6,8 +6,8 @@ lists what differs.
     python grpo.py --config configs/demo-grpo.yaml
     torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml    # same batch, same loss
 
-From top to bottom: configuration, mathematics, one step, the loop; what the loop stands on is in
-training.py. N prompts per step, G group size, B sequences, T predicted positions.
+From top to bottom: configuration, mathematics, one step, the loop, which stands on training.py.
+Shapes: B sequences, T predicted positions.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ import report
 import runs
 import training
 from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
-from config import FINITE, above, at_least, between
+from config import FINITE, above, at_least
 from distributed import Dist
 from engines.base import EngineConfig, Rollout, Sampling
 from episodes.tasks import EpisodeConfig
-from lora import LoRAConfig, starting_weights
+from lora import starting_weights
 from model import lr_at
 from packing import packed_logprobs
 from retriever import RetrieverConfig
 from rollout import TorchEngine
 from scoring.health import step_figures, validation_line
 from tasks import Task, check_task
-from training import BETAS, Clock, Stopped
+from training import BETAS, Clock, Stopped, TrainConfig
 
-# ================================================================================== configuration
+# ==================== configuration
 
 
 @dataclass
-class GRPOConfig:
+class GRPOConfig(TrainConfig):
+    """What the machine needs is in training.TrainConfig."""
+
     task: Literal["rewrite", "search", "agent"] = "rewrite"
     """a response is a rewritten question, or an episode that searches and answers"""
-    model: str = ""
-    """policy to start from, and frozen KL reference: a Hugging Face folder or hub name"""
     train: str = ""
     """training turns (JSONL); for search and agent questions"""
     dev: str = ""
@@ -59,13 +59,10 @@ class GRPOConfig:
     instruction: str = ""
     """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
     out: str = "runs/grpo"
-    """run folder (docs/operation.md lists its files)"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the search engine that gives ranks; search, agent: what episodes search and are shown"""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """search, agent: budgets, form and reward of an episode"""
-    seed: int = 0
-    """with a step and a prompt it determines every draw"""
     steps: Annotated[int | None, at_least(1)] = None
     """optimizer steps on fresh rollouts; null: `epochs` passes over the turns"""
     epochs: Annotated[int, at_least(1)] = 6
@@ -89,15 +86,9 @@ class GRPOConfig:
     parser: Literal["strict", "paper"] = "strict"
     """what is well formed; `paper`: the original's regular expression with its loopholes"""
     lr: Annotated[float, above(0)] = 1e-6
-    """peak learning rate of AdamW"""
     betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's"""
     warmup_steps: Annotated[int, at_least(0)] = 100
     """linear warm-up, then constant"""
-    weight_decay: Annotated[float, at_least(0)] = 0.01
-    """AdamW's, on all parameters"""
-    max_grad_norm: Annotated[float, above(0)] = 1.0
-    """gradients are scaled down to this global L2 norm"""
     clip_eps: Annotated[float, above(0, 1)] = 0.2
     """clip range of the ratio; binds only with updates_per_batch above 1"""
     updates_per_batch: Annotated[int, at_least(1)] = 1
@@ -114,36 +105,23 @@ class GRPOConfig:
     """how token losses add up (grpo.aggregate)"""
     importance_cap: Annotated[float | None, at_least(1)] = None
     """weight each token by min(π_trainer / π_engine, cap); null: not weighted"""
-    micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """tokens per forward pass and process, a shared prompt once; never changes the result"""
-    gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """share of the layers that recompute their activations: less memory, more work"""
-    compile: bool = True
-    """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
     gather_once: bool = True
     """hold the gathered weights for a whole update (2 bytes a parameter)"""
     reduce_each: bool = False
     """reduce gradients after every micro-batch: less memory between them, more traffic"""
     cpu_offload: Literal["none", "reference", "all"] = "none"
     """what rests in host memory: the reference; with all also weights, gradients and moments"""
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """train an adapter; `model` may be an adapter's folder, which is then trained further"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """what samples the responses"""
     validate_every: Annotated[int, at_least(1)] = 20
     """steps between validations (greedy, whole `dev`); also before step 1 and at the end"""
     save_every: Annotated[int, at_least(1)] = 100
-    """steps between resumable checkpoints"""
-    keep_checkpoints: Annotated[int, at_least(1)] = 2
-    """newest checkpoints kept"""
     stop_on_collapse: bool = True
     """stop (status 3) when format rate, reward, entropy or KL show a collapsed policy"""
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of best/ and final/; an adapter's is float32"""
 
 
-# ============================================================ mathematics: this block copies out;
-# it needs `import math`, `import torch` and `from torch import Tensor`.
+# ==================== mathematics: this block copies out; it needs `import math`, `import torch`
+# and `from torch import Tensor`.
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = True) -> Tensor:
@@ -237,7 +215,7 @@ def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> 
     return float(mask.any(-1).sum()) * (max_response_tokens if mode == "seq_sum_norm" else 1)
 
 
-# ======================================================================================= one step
+# ==================== one step
 
 
 @dataclass
@@ -290,8 +268,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
 def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
     """This rank's rollouts of a step, and their turns or questions: items[r.group_id].
 
-    A group's seed follows from the run's seed, the step and the prompt's place in it, not from the
-    process.
+    A group's seed follows from the run's, the step and the prompt's place in it alone.
     """
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.dist.world
     places = range(run.dist.rank * share, (run.dist.rank + 1) * share)
@@ -324,8 +301,7 @@ def rollout_advantages(
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
             f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights "
-            f"that are not finite), {len(scores) - engine} in the retriever; mend that, and the "
-            "same command resumes"
+            f"that are not finite), {len(scores) - engine} in searches; mend that and resume"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     groups = torch.tensor([rollouts[i].group_id for i in kept])
@@ -338,7 +314,7 @@ def build_updates(
 ) -> list[Update]:
     """Groups dealt out to the ranks and packed, with the reference's log-probabilities.
 
-    Without KL and entropy bonus the sequences of flat groups have no gradient and stay out.
+    Without KL and entropy bonus flat groups have no gradient and stay out.
     """
     cfg = run.cfg
     batch = training_batch(*deal_out(rollouts, advantages, run.dist), run.engine.pad_id)
@@ -367,7 +343,7 @@ def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,), and
-    the largest difference to the engine's log-probabilities, (). Nothing waits for the device."""
+    the largest difference to the engine's log-probabilities, ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
@@ -399,8 +375,8 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    The policy stays in eval mode: nothing may change of what sampled. A step in which no sequence
-    has a gradient is none: neither momentum nor weight decay moves the weights.
+    A step in which no sequence has a gradient is none: neither momentum nor weight decay moves the
+    weights.
     """
     if len(updates) > 1:  # with one the policy has not moved: the update's own numbers serve
         with torch.no_grad():
@@ -437,13 +413,13 @@ def update(
 
 
 def sync_engine(run: Run) -> None:
-    """Send the policy's weights to the engine, in its dtype, and let it sample again."""
+    """Send the policy's weights to the engine and let it sample again."""
     dtype = torch.bfloat16 if run.dist.device.type == "cuda" else None
     run.engine.sync_weights(distributed.full_parameters(run.policy, dtype))
     run.engine.wake()
 
 
-# ======================================================================================= the loop
+# ==================== the loop
 
 
 def main(cfg: GRPOConfig) -> dict | None:
@@ -465,7 +441,7 @@ def main(cfg: GRPOConfig) -> dict | None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of greedy responses to the dev items, on all ranks; keeps the best policy."""
+    """Figures of greedy responses to the dev items of all ranks; keeps the best policy."""
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
@@ -479,14 +455,14 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def check_config(cfg: GRPOConfig, world: int) -> None:
-    """Everything that can be known to be wrong before a model is loaded; raises ConfigError."""
+    """ConfigError for settings that cannot work; loads nothing."""
     config.check_ranges(cfg)
     config.check_given(cfg, "model", "train", "out")
     share, left_over = divmod(cfg.prompts_per_step, world)
     wrong = ""
     if left_over:
         wrong = (
-            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never "
+            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are not "
             f"split; give a multiple, such as {max(1, share) * world}"
         )
     elif cfg.updates_per_batch > share * cfg.group_size:
@@ -496,8 +472,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         )
     elif cfg.lora.dropout:
         wrong = (
-            f"lora.dropout={cfg.lora.dropout}: another policy than the one that sampled would "
-            "be trained; set lora.dropout=0"
+            f"lora.dropout={cfg.lora.dropout}: another policy than what sampled would be trained; "
+            "set it to 0"
         )
     elif cfg.episode.gold_reward != "none" and not cfg.qrels:
         wrong = (

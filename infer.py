@@ -1,12 +1,9 @@
-"""Rewrites for a file of turns, or episodes for a file of questions: a JSONL line for every (item,
-sample).
+"""Rewrites for a file of turns, or episodes for a file of questions: a JSONL line a sample.
 
 A rewrite's line has query_id, sample, status (ok, malformed, engine_error, too_long), rewrite,
-think, response, tokens, end; for all but `ok` the rewrite is the raw question, so that every turn
-can be searched and is counted. An episode's is a trajectory (episode.trajectory_row), whose status
-is its end, or too_long. Under torchrun each process samples its share. The same command continues
-after a kill: lines that are there are not sampled again. Draws depend on seed, prompt and sample
-alone.
+think, response, tokens, end; for all but `ok` the rewrite is the raw question. An episode's is a
+trajectory, whose status is its end, or too_long. Under torchrun each process samples its share. The
+same command continues after a kill. Draws depend on seed, prompt and sample alone.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class InferConfig:
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
-    """few-shot shows `examples` first: for a model that was never trained for the task"""
+    """few-shot shows `examples` first, to a model that was never trained for the task"""
     examples: str = ""
     """JSONL with context, question, think, rewrite; for search and agent with messages"""
     samples: Annotated[int, at_least(1)] = 1
@@ -126,7 +123,7 @@ def prompt_digest(prompt_ids: list[int]) -> str:
 def sample_items(
     engine, task: Task, items: list, prompts: dict, cfg: InferConfig, progress=None
 ) -> list[dict]:
-    """Lines of turns or questions, `cfg.samples` each, from one call of the engine."""
+    """Lines of the items, `cfg.samples` each, from one call of the engine."""
     limit = min(cfg.max_prompt_tokens, engine.max_length - cfg.max_response_tokens)
     sampling = Sampling(
         cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed
@@ -161,10 +158,8 @@ def sample_items(
 def sample_left(
     cfg: InferConfig, left: list, task: Task, tokenizer, prompts: dict, dist: Dist
 ) -> int:
-    """Append this process's share of `left` to its file, a chunk at a time; its tokens.
-
-    Every process makes as many calls: an engine over several of them needs that.
-    """
+    """Append this process's share of `left` to its file, a chunk at a time; its tokens. Every
+    process makes as many calls: an engine over several needs that."""
     engine = open_engine(cfg, tokenizer, dist)
     total = len(left) * cfg.samples
     bar = runs.Progress(total, "sampling", "responses") if dist.rank == 0 else None
@@ -193,7 +188,7 @@ def sample_left(
 
 
 def parts_of(output: str) -> list[str]:
-    """What an unfinished run left beside its output (`.done`: one of an earlier version)."""
+    """What an unfinished run left beside its output (`.done`: of an earlier version)."""
     beside = glob.escape(output)
     return sorted(glob.glob(f"{beside}.rank*") + glob.glob(f"{beside}.done"))
 
@@ -207,10 +202,8 @@ def begin(cfg: InferConfig, task: Task) -> None:
 
 
 def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int], dict]:
-    """(id, sample) → its line in the output's files, rather one that did not fail.
-
-    What a kill cut off is passed over; DataError for a line of another input.
-    """
+    """(id, sample) → its line in the output's files, rather one that did not fail; what a kill cut
+    off is passed over."""
     rows: dict[tuple[str, int], dict] = {}
     for path in [output] * os.path.isfile(output) + parts_of(output):
         with open(path, "rb") as f:
@@ -224,17 +217,11 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
                 if key[0] not in prompts or digest != prompt_digest(prompts[key[0]]):
                     raise DataError(
                         f"{path}:{number}: turn {key[0]} is not among these turns, or had "
-                        "another prompt; choose another output, or overwrite=true to begin anew"
+                        "another prompt; choose another output, or overwrite=true"
                     )
                 if not failed or key not in rows:
                     rows[key] = row
     return rows
-
-
-def done_keys(output: str, prompts: dict[str, list[int]]) -> set[tuple[str, int]]:
-    """(id, sample) of the output's lines that need not be sampled again."""
-    rows = read_rows(output, prompts)
-    return {key for key, row in rows.items() if row["status"] not in FAILED}
 
 
 def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[dict]:
@@ -244,8 +231,8 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     rows = [found[key] for key in keys if key in found]
     if len(rows) < len(keys):
         raise DataError(
-            f"{cfg.out}: {len(rows)} of {len(keys)} lines are there; all processes must see the "
-            "same folder: run again, what is there is kept"
+            f"{cfg.out}: {len(rows)} of {len(keys)} lines are there; let all processes see the "
+            "same folder and run again, what is there is kept"
         )
     distributed.broadcast_object(None)  # every rank has read the parts
     if dist.rank == 0:
@@ -258,14 +245,15 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
 def respond(
     cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
 ) -> tuple[list[dict], dict]:
-    """All lines of turns or questions, and the summary; `cfg.out` is complete afterwards. Every
-    rank calls it."""
+    """All lines, and the summary; `cfg.out` is complete afterwards. Every rank calls it."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
     with runs.only_writer(folder, name, dist.rank):
         tokenizer = load_tokenizer(cfg.model)
         task, prompts = open_prompts(cfg, items, tokenizer)
         distributed.on_rank_0(begin, cfg, task)
-        done = distributed.on_rank_0(done_keys, cfg.out, prompts)
+        done = distributed.on_rank_0(
+            lambda: {k for k, r in read_rows(cfg.out, prompts).items() if r["status"] not in FAILED}
+        )
         samples = range(cfg.samples)
         left = [q for q in items if not all((item_id(q), i) in done for i in samples)]
         print0(
@@ -280,25 +268,21 @@ def respond(
         seconds = time.monotonic() - started
         rows = finish(cfg, prompts, dist)
         task.close()
+    count = Counter(row["status"] for row in rows)
     return rows, {
         "out": cfg.out,
         "lines": len(rows),
         "generated": len(left) * cfg.samples,
-        **count_rows(rows, task),
+        **{status: count[status] for status in task.statuses},
+        **task.means(rows),
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 1),
         "seconds": round(seconds, 1),
     }
 
 
-def count_rows(rows: list[dict], task: Task) -> dict[str, float]:
-    """Lines of each status; for questions the means of the answers' scores as well."""
-    count = Counter(row["status"] for row in rows)
-    return {status: count[status] for status in task.statuses} | task.means(rows)
-
-
 def check(cfg: InferConfig) -> None:
-    """Raise ConfigError for settings that cannot work, before anything is loaded."""
+    """ConfigError for settings that cannot work; loads nothing."""
     check_ranges(cfg)
     source = TASKS[cfg.task].items
     check_given(cfg, "model", source, "out")
@@ -317,7 +301,7 @@ def check(cfg: InferConfig) -> None:
 
 
 def main(cfg: InferConfig) -> dict | None:
-    """Write `cfg.out`; returns counts per status, tokens/s and seconds (rank 0)."""
+    """Write `cfg.out`; returns the summary (rank 0)."""
     check(cfg)
     kind = TASKS[cfg.task]
     items = kind.read_items(getattr(cfg, kind.items))

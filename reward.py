@@ -79,7 +79,7 @@ def _first_block(text: str, name: str) -> str | None:
     return body if opening and closing else None
 
 
-# ------------------------------------------------------------------------------------- rank rewards
+# ---- rank rewards
 
 
 def _rank(rank: int | None) -> float:
@@ -150,7 +150,7 @@ def score_rewrite(
     return REWARDS[reward](rank) if parse_response(text, parser).well_formed else malformed_reward
 
 
-# ------------------------------------------------------------------------------------------ answers
+# ---- answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -9,8 +9,10 @@ A task says what a prompt is, how responses are sampled and read, and what they 
     reward(answer, figures)                      of an answer that did not fail
     validate(rollouts, items, dev) → figures     of greedy rollouts; `best` chooses the policy
     row(item, rollout, request)                  a line of infer.py's output
+    means(lines), settings(cfg)                  its summary, and what decides it beside prompts
+    seconds()                                    of searches while sampling, for the log
 
-`Rewrite` is here, what `search` and `agent` do in episodes/tasks.py.
+`Rewrite` is here, `search` and `agent` are in episodes/tasks.py.
 """
 
 from __future__ import annotations
@@ -55,8 +57,7 @@ class Response:
 
 
 class Rewrite:
-    """Rewrite the questions of conversations for a search engine: the rank at which it finds the
-    gold passage is the reward."""
+    """Rewrite the questions of conversations; the reward is the rank of the gold passage."""
 
     items, best = "turns", "dev_mrr"
     equal_calls = True  # all processes call the engine equally often
@@ -64,7 +65,6 @@ class Rewrite:
     read_items = staticmethod(data.read_turns)
 
     def __init__(self, cfg, tokenizer, examples: list[Turn] = (), parse: Callable | None = None):
-        """cfg: of grpo.py or infer.py; examples: of the few-shot prompt; parse: text → Parsed."""
         self.cfg, self.tokenizer, self.examples = cfg, tokenizer, examples
         self.parse = parse or functools.partial(parse_response, parser=cfg.parser)
         self.instruction = read_instruction(cfg.instruction)
@@ -96,10 +96,8 @@ class Rewrite:
         return Response(text, self.parse(text), rollout.end == "engine_error")
 
     def measure(self, answers: list[Response], turns: list[Turn]) -> list[dict]:
-        """Rewrite, form and rank of the gold passage; a search that failed fails its response.
-
-        Malformed responses are not searched, equal queries of a turn once.
-        """
+        """Rewrite, form, rank of the gold passage: malformed responses are not searched, equal
+        queries of a turn once; a search that failed fails its response."""
         asked = [
             (t.query_id, one_line(a.parsed.rewrite))
             if a.parsed.well_formed and not a.failed
@@ -121,8 +119,7 @@ class Rewrite:
         return figures
 
     def reward(self, answer: Response, figures: dict) -> float:
-        cfg = self.cfg
-        rank = figures["rank"]
+        cfg, rank = self.cfg, figures["rank"]
         return score_rewrite(answer.text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
 
     def validate(self, rollouts: list[Rollout], turns: list[Turn], dev: list[Turn]) -> dict:
@@ -154,19 +151,16 @@ class Rewrite:
         }
 
     def means(self, rows: list[dict]) -> dict[str, float]:
-        """Figures of infer.py's lines beside the number of each status."""
         return {}
 
     def settings(self, cfg) -> dict:
-        """What decides infer.py's lines beside prompts and sampling."""
         return {}
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of searches while sampling, for the log."""
         return {}
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 TASKS = {"rewrite": Rewrite, "search": SearchTask, "agent": AgentTask}
@@ -183,11 +177,8 @@ def check_task(cfg) -> None:
 def open_task(
     cfg, tokenizer, examples: str = "", parse: Callable | None = None, qrels: list[str] = ()
 ) -> Task:
-    """The task of a configuration of grpo.py or infer.py.
-
-    examples: file for the few-shot prompt; parse: of rewrites; qrels: files with the gold passages
-    of questions.
-    """
+    """The task of a configuration; examples: file for the few-shot prompt; parse: of rewrites, text
+    → Parsed; qrels: files with the gold passages of questions."""
     if cfg.task == "rewrite":
         return Rewrite(cfg, tokenizer, read_examples(examples) if examples else (), parse)
     kind, episode, retriever = TASKS[cfg.task], cfg.episode, cfg.retriever

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -19,9 +19,9 @@ import config
 import data
 import distributed
 import runs
-from config import Range
+from config import Range, above, at_least, between
 from distributed import print0
-from lora import adapter_base
+from lora import LoRAConfig, adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
 from retriever import retriever_settings
 from rollout import check_engine_gap, end_and_pad_ids, open_engine
@@ -32,6 +32,41 @@ BETAS = Range(
     "two numbers from 0 to below 1",
     lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
 )
+
+
+@dataclass
+class TrainConfig:
+    """What the configurations of grpo.py and sft.py share."""
+
+    model: str = ""
+    """Hugging Face folder or hub name to start from (of GRPO also the frozen KL reference); an
+    adapter's folder: trained further with the same `lora`, else merged"""
+    out: str = ""
+    """run folder (docs/operation.md lists its files)"""
+    seed: int = 0
+    """of all draws"""
+    micro_batch_tokens: Annotated[int, at_least(1)] = 8192
+    """tokens per forward pass and process, a shared prompt once; never changes the result"""
+    lr: Annotated[float, above(0)] = 1e-5
+    """peak learning rate of AdamW"""
+    betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's"""
+    weight_decay: Annotated[float, at_least(0)] = 0.01
+    """AdamW's, on all parameters"""
+    max_grad_norm: Annotated[float, above(0)] = 1.0
+    """gradients are scaled down to this global L2 norm"""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """train an adapter"""
+    gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
+    """share of the layers that recompute their activations: less memory, more work"""
+    compile: bool = True
+    """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
+    save_every: Annotated[int, at_least(1)] = 50
+    """steps between resumable checkpoints"""
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    """newest checkpoints kept"""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of exported weights; an adapter's is float32"""
 
 
 class Stopped(RuntimeError):
@@ -59,16 +94,16 @@ class Run:
     history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
 
 
-# ========================================================================================== steps
+# ==================== steps
 
 
 def steps(
     run: Run, row: dict, validate: Callable[[Run, int], dict], noted: list[int]
 ) -> Iterator[int]:
-    """The steps, from 0, behind that of `row`; the caller takes each and adds its row to `history`.
+    """The steps, from 0, behind that of `row`; the caller adds the row of each to `history`.
 
-    Between two of them: checkpoint, then validation (what fails there loses no step), log, guards,
-    and the end where a signal was noted.
+    Between two: checkpoint, then validation (what fails there loses no step), log, guards, and the
+    end where a signal was noted.
     """
     while True:
         if run.validate_every and due(run, row, run.validate_every):
@@ -92,12 +127,11 @@ def steps(
 
 
 def due(run: Run, row: dict, every: int) -> bool:
-    """Whether what happens every so many steps, and at the end, happens after the row's step."""
+    """Is the row's step the last, or one of every so many?"""
     return row["step"] % every == 0 or row["step"] == run.steps
 
 
 def checkpoint(run: Run, row: dict) -> None:
-    """Write a resumable checkpoint."""
     extra = {"row": row, "config": config.to_dict(run.cfg), "settings": run.settings}
     keep = run.cfg.keep_checkpoints
     folder = distributed.save_checkpoint(
@@ -107,7 +141,7 @@ def checkpoint(run: Run, row: dict) -> None:
 
 
 def guard(run: Run) -> None:
-    """Stop a run with non-finite gradients or a collapsed policy; warn of one that cannot learn."""
+    """Stop a run with non-finite gradients or a collapsed policy; warn where nothing is learnt."""
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
@@ -119,9 +153,8 @@ def guard(run: Run) -> None:
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
             "warning: in the first three steps every group was flat (format rate "
-            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing, and validation of "
-            "malformed responses searches the raw questions; warm the policy up first, or raise "
-            "group_size or temperature"
+            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing; warm the policy up, or "
+            "raise group_size or temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
@@ -151,7 +184,7 @@ def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
 
 
 def resume(run: Run) -> dict:
-    """Go on from the newest checkpoint in `out`: its step's log row; {"step": 0} for a new run."""
+    """Go on from the newest checkpoint in `out`: its log row; {"step": 0} for a new run."""
     cfg, dtype = run.cfg, getattr(torch, run.cfg.export_dtype)
     final, kept, metrics, rollouts = (
         os.path.join(cfg.out, name) for name in ("final", run.kept, "metrics.jsonl", "rollouts")
@@ -180,8 +213,8 @@ def resume(run: Run) -> dict:
     run.history = [{key: math.nan if v is None else v for key, v in r.items()} for r in done]
     if missing := row["step"] - len(done):
         print0(
-            f"warning: {metrics} lacks {missing} of {row['step']} steps, which the summary and the "
-            "guards then do not know"
+            f"warning: {metrics} lacks {missing} of {row['step']} steps: summary and guards do not "
+            "know them"
         )
     start = next((r for r in log if r["step"] == 0 and run.metric in r), None)
     run.best = best or (start and {"value": start[run.metric], "step": 0}) or run.best
@@ -192,8 +225,8 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
     """Fill the run from a checkpoint; the log row of its step."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
-            f"{folder} is no checkpoint of this version; finish the run with the version that "
-            "began it, or use another out folder"
+            f"{folder} is no checkpoint of this version; finish the run with that which began it, "
+            "or use another out folder"
         )
     if change := runs.changed_setting(state["settings"], run.settings):
         raise config.ConfigError(
@@ -208,7 +241,7 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
     return state["row"]
 
 
-# ======================================================================================= one step
+# ==================== one step
 
 
 class Clock:
@@ -227,10 +260,8 @@ class Clock:
 
 
 def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across.
-
-    A function of its arguments alone, so that a resumed run goes on with the same items.
-    """
+    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across;
+    a function of its arguments alone, for a resumed run."""
     out: list[int] = []
     for position in range(step * prompts_per_step, (step + 1) * prompts_per_step):
         epoch, offset = divmod(position, count)
@@ -261,8 +292,8 @@ def backward(
     gather_once: bool = True,
     reduce_each: bool = False,
 ) -> list[tuple]:
-    """The gradient of a loss summed over micro-batches and ranks; the figures of all `loss(micro)`,
-    which gives (loss, *figures)."""
+    """Add up the gradients of `loss(micro)` = (loss, *figures) over micro-batches and ranks; all
+    figures."""
     measured = []
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -282,15 +313,15 @@ def check_weights(engine, stats: dict) -> None:
 
 
 def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
-    """Raise Stopped where the engine samples from the starting policy, which the trained one left.
+    """Stopped where the engine still samples from the starting policy.
 
     engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the
-    engine|. An adapter moves slowly: an engine that never gets it stays far below `limit`.
+    engine|. An adapter moves slowly: without it an engine stays far below `limit`.
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
             f"the engine is {engine_gap:.4g} nats from the trained policy and {start_gap:.4g} from "
-            "the starting one: the weights that are sent do not reach it; mend the weight sync"
+            "the starting one: weights do not reach it; mend the sync"
         )
 
 
@@ -322,7 +353,7 @@ def rollout_rows(run, rollouts: list, scores: list, advantages: list, items: lis
 
 
 def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
-    """Rank 0: the step's rollouts file, its line, and two samples now and then."""
+    """Rank 0: the step's rollouts, its line, and two samples now and then."""
     if run.dist.rank:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
@@ -338,7 +369,7 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
 
 
 def summary(run) -> dict:
-    """The last line of a finished run: rewards of its first and last steps, validation, folders."""
+    """The last line of a finished run."""
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     rewards = [row["reward"] for row in rows if row["step"]]
     tenth = max(1, len(rewards) // 10)
@@ -358,9 +389,9 @@ def summary(run) -> dict:
     }
 
 
-# ========================================================================================== start
+# ==================== start
 
-FREE = (  # keys that may change in a continuation
+FREE = (  # what may change in a continuation
     "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
     "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
     "export_dtype qrels"
@@ -368,7 +399,7 @@ FREE = (  # keys that may change in a continuation
 
 
 def settings(cfg) -> dict:
-    """What may not differ between a GRPO run and its continuation, files by content."""
+    """What may not change in a continuation, files by content."""
     decisive = [key for key in config.to_dict(cfg) if key not in FREE]
     return (
         {"engine.kind": cfg.engine.kind}
@@ -379,7 +410,7 @@ def settings(cfg) -> dict:
 
 
 def load(cfg, dist: distributed.Dist) -> dict:
-    """What grpo.Run holds beside its configuration: data first, then models."""
+    """What grpo.Run holds beside its configuration."""
     tokenizer = load_tokenizer(cfg.model)
     task = open_task(cfg, tokenizer, qrels=cfg.qrels)
     items, item_prompts = load_items(cfg, cfg.train, task)
@@ -430,8 +461,8 @@ def load_items(cfg, path: str, task: Task) -> tuple[list, list[list[int]]]:
 
 
 def warn_of_overlap(train: list, dev: list) -> None:
-    keys = [{getattr(i, "conversation_id", i.question) for i in items} for items in (train, dev)]
-    if both := keys[0] & keys[1]:
+    seen, held = ({getattr(i, "conversation_id", i.question) for i in x} for x in (train, dev))
+    if both := seen & held:
         print0(
             f"warning: train and dev share {len(both)} conversations or questions: {min(both)!r}"
         )

@@ -1,10 +1,10 @@
 """Episodes of the tasks `search` and `agent`: sample, carry out what is asked for, show it, go on.
 
 An episode is one growing list of token ids with a mask beside it. What the model sampled stays as
-sampled (mask 1); what is shown to it, results and notes, is encoded alone and takes part in no
-loss, KL, entropy or denominator (mask 0). What the texts mean is told by a task (tasks.py): in
-`search` an answer is the end, and a query counts wherever it stands, as in ReSearch; in `agent` a
-turn without a call is the last. An answer inside a think block ends nothing.
+sampled (mask 1); results and notes are encoded alone and not trained (mask 0). What the texts mean
+is told by a task (tasks.py): in `search` an answer is the end, and a query counts wherever it
+stands, as in ReSearch; in `agent` a turn without a call is the last. An answer inside a think block
+ends nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass
 class Episode(Rollout):
-    """One sampled conversation: a rollout (`end` is empty while it runs) and what it says."""
+    """One sampled conversation: a rollout (`end` is empty while it runs)."""
 
     sample: int = 0  # which of its prompt's
     budget: int = 0  # tokens of the response, without a forced EOS
@@ -102,10 +102,10 @@ def run_episodes(
     context: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Episode]:
-    """Episodes of every prompt (token ids), a prompt's samples side by side, group_id its index.
+    """Episodes of every prompt, its samples side by side, group_id its index.
 
-    `max_tokens` of a sampling is the episode's whole budget, injected tokens included. context:
-    positions of the model. `progress(finished, total, 0.0)` is called after every round.
+    `max_tokens` of a sampling is the episode's whole budget, results included. context: positions
+    of the model. `progress(finished, total, 0.0)` is called after every round.
     """
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     episodes = []
@@ -114,8 +114,8 @@ def run_episodes(
         budget -= task.cfg.stop_at_answer  # the EOS that is then put behind an answer
         if budget < 1:
             raise RolloutError(
-                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; leave long "
-                "questions out, or give fewer examples"
+                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; shorten the "
+                "question, or give fewer examples"
             )
         for sample in range(sampling.n):
             episodes.append(Episode(list(prompt), [], [], [], i, "", sample, budget))
@@ -144,10 +144,10 @@ def run_episodes(
 def _sample(
     engine, active: list[Episode], samplings: Sequence[Sampling], number: int, task
 ) -> list[Rollout]:
-    """The next turn of every active episode, in their order.
+    """The next turn of every active episode.
 
-    In the first round the samples of a prompt are one request. After it each is its own, with a
-    seed made of the prompt and its seed: draws do not depend on what else is sampled.
+    In the first round the samples of a prompt are one request; later each has a seed of its own:
+    draws do not depend on what else is sampled.
     """
     active = active if number else [e for e in active if e.sample == 0]
     requests = []
@@ -167,11 +167,8 @@ def answer_block(text: str) -> str | None:
 
 
 def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
-    """Read a turn that was appended. It asks for something (`calls`), or the episode has ended, or
-    it goes on in the next round, because it was stopped at a text that ends nothing.
-
-    final: no round is left.
-    """
+    """Read a turn that was appended: it asks for something (`calls`), or ends the episode, or goes
+    on in the next round, stopped at a text that ends nothing. final: no round is left."""
     ids, eos = sampled.response_ids, sampled.end == "eos"
     if not episode.rounds or episode.rounds[-1].injected:
         before = len(episode.prompt_ids) + len(episode.response_ids) - len(ids)
@@ -217,7 +214,7 @@ def _room(episode: Episode, task) -> int:
 
 def _show_results(episode: Episode, task) -> list[int]:
     """The tokens of what the last turn asked for; none where that ended the episode: a search
-    failed, or no token would be left behind them."""
+    failed, or no token would be left."""
     turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
         episode.end, episode.failure = "tool_error", failure
@@ -231,12 +228,12 @@ def _show_results(episode: Episode, task) -> list[int]:
     return ids
 
 
-# ---------------------------------------------------------------------------------- trajectories
+# ---- trajectories
 
 
 def trajectory_row(episode: Episode, question: Question, task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more. Few-shot examples
-    are left out: it is a training row for the prompt without them."""
+    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more; a training row
+    for the prompt without examples."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         messages += turn_messages(turn, number, task.cfg.bare_calls)
@@ -267,10 +264,8 @@ def trajectory_row(episode: Episode, question: Question, task, request: dict) ->
 
 
 def turn_messages(turn: Round, number: int, bare: bool) -> list[dict]:
-    """The assistant's message of a turn, and one for each result.
-
-    Its `text` is what is trained: as sampled, or `bare` calls in the tags that they lack.
-    """
+    """The assistant's message of a turn, and one for each result; its `text` is what is trained: as
+    sampled, or `bare` calls in the tags that they lack."""
     text = turn.text
     if bare and turn.calls and all(call.done for call in turn.calls):
         text = "\n".join(call_text(call.name, call.arguments) for call in turn.calls)

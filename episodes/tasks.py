@@ -46,17 +46,17 @@ TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
 @dataclass
 class EpisodeConfig:
     top_k: Annotated[int, at_least(1)] = 5
-    """passages a search shows"""
+    """passages that a search shows"""
     max_rounds: Annotated[int, at_least(1)] = 10
-    """turns of the model; an episode that still asks for a search in its last ends as `rounds`"""
+    """turns of the model; an episode that asks for a search in its last ends as `rounds`"""
     max_calls: Annotated[int, at_least(1)] = 10
-    """searches (tool calls) of an episode that are carried out; the ones after it get a note"""
+    """searches (tool calls) of an episode that are carried out; later ones get a note"""
     calls_per_round: Annotated[int, at_least(1)] = 4
     """agent: calls of one turn that are carried out; the others get a note"""
     result_tokens: Annotated[int, at_least(32)] = 512
     """tokens of one result at most, tags included; documents are cut to fit, the longest first"""
     answer_share: Annotated[float, between(0, 0.9)] = 0.125
-    """part of max_response_tokens that results never take: it is left for the answer"""
+    """part of max_response_tokens that results leave for the answer"""
     turn_tokens: Annotated[int | None, at_least(1)] = None
     """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
     stop_at_answer: bool = False
@@ -109,8 +109,8 @@ def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
 class Task:
     """What `search` and `agent` share; the methods that rewriting has as well: tasks.py.
 
-    said: the text in which a call or an answer counts, `turn` its last part that the model wrote at
-    a stretch: of `search` all turns are one message, of `agent` each is its own.
+    said: the text in which a call or an answer counts, turn: its last part, which the model wrote
+    at a stretch: of `search` all turns are one message, of `agent` each is its own.
     """
 
     name: str
@@ -233,8 +233,8 @@ class Task:
     def show(self, calls: list[Call], last_id: int, room: int) -> tuple[list[int], str]:
         """(ids, text) of a turn's results in `room` tokens; sets what each call has `shown`.
 
-        last_id: the turn's last token. Tags and special tokens inside texts are broken by a space.
-        A result has `result_tokens` at most, and its part of the room that earlier ones left.
+        last_id: the turn's last token. A result has `result_tokens` at most, and its part of the
+        room that earlier ones left; tags and special tokens in it are broken by a space.
         """
         shown = [[c.note] if c.note else [text for _, text in c.documents] for c in calls]
         pairs = [(call, texts or [NOTHING_FOUND]) for call, texts in zip(calls, shown)]
@@ -251,9 +251,8 @@ class Task:
 class SearchTask(Task):
     """ReSearch's form: think, search, result and answer blocks in one assistant turn.
 
-    A round ends at `</search>`; the query is what stands between the last `<search>` and it. A
-    result begins with a space, so that its tokens are the same whether the text before it is
-    encoded with it or not.
+    A round ends at `</search>`. A result begins with a space: its tokens are the same whether the
+    text before it is encoded with it or not.
     """
 
     name, one_message, stop, answer_reward = "search", True, ("</search>",), "research"
@@ -297,8 +296,8 @@ class AgentTask(Task):
     """Hermes tool calls (Qwen2.5, Qwen3): a turn ends with EOS, results are the next user turn.
 
     The prompt is the tokenizer's own chat template with the tools in it, or spelled out where it
-    knows none (prompts.spell_tools). Sampled turns are never rendered again: what the template
-    writes between two is cut out of a dummy conversation once (`glue`).
+    knows none. Sampled turns are never rendered again: what the template writes between two is cut
+    out of a dummy conversation once (`glue`).
     """
 
     name, one_message, answer_reward = "agent", False, "f1"
@@ -357,8 +356,8 @@ class AgentTask(Task):
 def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> tuple[str, int]:
     """(the texts, joined by blank lines; the tokens of `wrap` around them, at most `limit`).
 
-    Texts are cut at their ends, the longest first; what `wrap` adds never is. No more is read of a
-    text than `limit` tokens of 16 characters.
+    Texts are cut at their ends, the longest first. No more is read of one than `limit` tokens of 16
+    characters.
     """
     most = 16 * max(limit, 0)  # characters of a text
     while True:
@@ -388,11 +387,11 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
 
 
 def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
-    """What the template writes around results: (end of the turn, head, between two, tail up to
-    where the model goes on); the same for one to three results, in a first and a second round."""
+    """What the template writes around results, whatever their number and round: (end of the turn,
+    head, between two, tail up to where the model goes on)."""
 
     def behind(*turns: list[str]) -> str:
-        """What is written behind the model's last turn; turns: the results of each."""
+        """What follows the model's last turn; turns: the results of each."""
         messages = [{"role": "user", "content": "u"}]
         for results in turns:
             messages.append({"role": "assistant", "content": "a"})
