@@ -30,39 +30,29 @@ import training
 from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
 from config import FINITE, above, at_least
 from distributed import Dist
-from engines.base import EngineConfig, Rollout, Sampling
-from episodes.tasks import EpisodeConfig
+from engines.base import Rollout, Sampling
 from lora import starting_weights
 from model import lr_at
 from packing import packed_logprobs
-from retriever import RetrieverConfig
 from rollout import TorchEngine
 from scoring.health import step_figures, validation_line
-from tasks import Task, check_task
+from tasks import Task, TaskConfig, check_task
 from training import BETAS, Clock, Stopped, TrainConfig
 
 # ==================== configuration
 
 
 @dataclass
-class GRPOConfig(TrainConfig):
-    """What the machine needs is in training.TrainConfig."""
+class GRPOConfig(TaskConfig, TrainConfig):
+    """Task, prompts and engine: tasks.TaskConfig; the optimizer and the machine: TrainConfig."""
 
-    task: Literal["rewrite", "search", "agent"] = "rewrite"
-    """a response is a rewritten question, or an episode that searches and answers"""
     train: str = ""
     """training turns (JSONL); for search and agent questions"""
     dev: str = ""
     """held-out turns or questions for validation; empty: no validation"""
     qrels: list[str] = field(default_factory=list)
     """search, agent: TREC files with the gold passages, for gold_reward and metrics; optional"""
-    instruction: str = ""
-    """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
     out: str = "runs/grpo"
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """the search engine that gives ranks; search, agent: what episodes search and are shown"""
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """search, agent: budgets, form and reward of an episode"""
     steps: Annotated[int | None, at_least(1)] = None
     """optimizer steps on fresh rollouts; null: `epochs` passes over the turns"""
     epochs: Annotated[int, at_least(1)] = 6
@@ -73,18 +63,12 @@ class GRPOConfig(TrainConfig):
     """G, responses per prompt (the paper's text: 8; its TopiOCQA scripts: 16)"""
     temperature: Annotated[float, at_least(0.001)] = 0.7
     """in sampling and in all log-probabilities"""
-    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
-    """longer prompts are left out and counted"""
-    max_response_tokens: Annotated[int, at_least(1)] = 1024
-    """sampling stops here; of an episode, with what is shown to the model"""
     reward: Literal[
         "rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10", "recall@100"
     ] = "rank_incentive"
     """what a rank is worth (reward.REWARDS); the alternatives are the paper's ablation"""
     malformed_reward: Annotated[float, FINITE] = -0.1
     """reward of a response that does not parse; it is not searched"""
-    parser: Literal["strict", "paper"] = "strict"
-    """what is well formed; `paper`: the original's regular expression with its loopholes"""
     lr: Annotated[float, above(0)] = 1e-6
     betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.999])
     warmup_steps: Annotated[int, at_least(0)] = 100
@@ -111,8 +95,6 @@ class GRPOConfig(TrainConfig):
     """reduce gradients after every micro-batch: less memory between them, more traffic"""
     cpu_offload: Literal["none", "reference", "all"] = "none"
     """what rests in host memory: the reference; with all also weights, gradients and moments"""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """what samples the responses"""
     validate_every: Annotated[int, at_least(1)] = 20
     """steps between validations (greedy, whole `dev`); also before step 1 and at the end"""
     save_every: Annotated[int, at_least(1)] = 100

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -25,32 +25,22 @@ import runs
 from config import ConfigError, above, at_least, check_given, check_ranges, run, save_config
 from data import DataError, Question, Turn, item_id
 from distributed import Dist, print0
-from engines.base import EngineConfig, Sampling
+from engines.base import Sampling
 from episodes.episode import FAILED
-from episodes.tasks import EpisodeConfig
 from episodes.tools import ToolsAway
 from model import load_tokenizer
-from retriever import RetrieverConfig
 from reward import parse_paper_inference, parse_response
-from tasks import TASKS, Task, check_task, open_task, other_task
+from tasks import TASKS, Task, TaskConfig, check_task, open_task, other_task
 
 
 @dataclass
-class InferConfig:
-    task: Literal["rewrite", "search", "agent"] = "rewrite"
-    """rewrite the turns of conversations, or answer questions in episodes"""
+class InferConfig(TaskConfig):
     model: str = ""
     """Hugging Face folder or hub name of an instruct model, or a LoRA adapter's folder"""
     turns: str = ""
     """rewrite: turns file (JSONL) to write rewrites for"""
     questions: str = ""
     """search, agent: questions file (JSONL) to answer"""
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """search, agent: what searches; its `corpus` has the texts that are shown"""
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """search, agent: budgets and form of an episode"""
-    instruction: str = ""
-    """rewrite: a text file with the instruction it was trained with; empty: prompts.INSTRUCTION"""
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
@@ -63,20 +53,12 @@ class InferConfig:
     """logits are divided by it; 0 is greedy"""
     top_p: Annotated[float, above(0, 1)] = 1.0
     """sample among the most probable tokens of this mass"""
-    max_response_tokens: Annotated[int, at_least(1)] = 1024
-    """new tokens of a response at most; of an episode, with what is shown to the model"""
-    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
-    """longer prompts are not sampled: status too_long"""
     seed: int = 0
     """of the draws; without effect at temperature 0"""
-    parser: Literal["strict", "paper"] = "strict"
-    """what is well formed; `paper`: as the original's inference (reward.parse_paper_inference)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
     chunk: Annotated[int, at_least(1)] = 64
     """turns between two writes: what a kill can lose"""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """what samples"""
     overwrite: bool = False
     """remove an earlier output of this name first"""
 
@@ -188,9 +170,8 @@ def sample_left(
 
 
 def parts_of(output: str) -> list[str]:
-    """What an unfinished run left beside its output (`.done`: of an earlier version)."""
-    beside = glob.escape(output)
-    return sorted(glob.glob(f"{beside}.rank*") + glob.glob(f"{beside}.done"))
+    """What an unfinished run left beside its output."""
+    return sorted(glob.glob(f"{glob.escape(output)}.rank*"))
 
 
 def begin(cfg: InferConfig, task: Task) -> None:

@@ -236,16 +236,15 @@ def records_path(cfg: SFTConfig) -> str:
 
 def train(cfg: SFTConfig, dist: Dist) -> dict:
     """Train on the records, into `<out>/final`; returns what result.json holds."""
-    path, result_path = records_path(cfg), os.path.join(cfg.out, "result.json")
+    path = records_path(cfg)
     agentic = trajectories.holds_trajectories(path)
     if agentic and cfg.target != "response":
         raise ConfigError(f"target={cfg.target} is for turns, but {path} holds trajectories")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     settings = runs.settings(cfg, TRAIN_KEYS, ("model", "instruction"))
     settings["records"] = runs.path_with_digest(path)
-    outputs = ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html")
-    targets.begin_stage(cfg, dist, "train", settings, outputs)
-    if result := targets.read_result(result_path):
+    outputs = "metrics.jsonl", "checkpoint_*", "final", "report.html", "result.json"
+    if result := targets.begin_stage(cfg, dist, "train", settings, *outputs):
         return result
     tokenizer = load_tokenizer(cfg.model)
     examples, dropped = targets.make_examples(records, tokenizer, cfg, path, agentic)
@@ -277,7 +276,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         **{key: value for key, value in run.best.items() if key not in ("value", "step")},
     }
     if dist.rank == 0:
-        runs.write_json(result_path, result)
+        runs.write_json(os.path.join(cfg.out, "result.json"), result)
         report.run_page(cfg.out)
     return result
 

@@ -13,7 +13,6 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,8 +37,9 @@ from retriever import open_retriever, retriever_settings
 from reward import parse_response
 
 
-def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[str]) -> None:
-    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began."""
+def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> dict | None:
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began. The
+    figures in the last of them, of a stage that is complete."""
     if dist.rank == 0:
         patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
         meta = os.path.join(cfg.out, f"{stage}.settings.json")
@@ -47,10 +47,7 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[s
         name = "config.yaml" if stage == "train" else "sample.config.yaml"
         save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)
-
-
-def read_result(path: str) -> dict | None:
-    """The figures of a stage that is complete."""
+    path = os.path.join(cfg.out, outputs[-1])
     if result := runs.read_json(path):
         print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
     return result
@@ -70,18 +67,17 @@ INFER_KEYS = (  # what sampling takes over as it is
 
 def sample_records(cfg, dist: Dist) -> dict:
     """Write `records.jsonl` and `sample_stats.json`, if they are not there; the statistics."""
-    stats_path = os.path.join(cfg.out, "sample_stats.json")
     records_path = os.path.join(cfg.out, "records.jsonl")
     settings = runs.settings(cfg, SAMPLE_KEYS, ("model", "turns", "examples", "instruction"))
-    outputs = "samples.jsonl samples.jsonl.done samples.jsonl.rank* records.jsonl sample_stats.json"
-    begin_stage(cfg, dist, "sample", settings | retriever_settings(cfg.retriever), outputs.split())
-    stats = read_result(stats_path)
+    settings |= retriever_settings(cfg.retriever)
+    outputs = "samples.jsonl", "samples.jsonl.rank*", "records.jsonl", "sample_stats.json"
+    stats = begin_stage(cfg, dist, "sample", settings, *outputs)
     if stats is None:
         records, stats = make_records(cfg, dist)
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if dist.rank == 0:
             runs.write_jsonl(records_path, records)
-            runs.write_json(stats_path, stats)
+            runs.write_json(os.path.join(cfg.out, "sample_stats.json"), stats)
         distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(

@@ -22,14 +22,15 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import data
-from config import ConfigError
+from config import ConfigError, at_least
 from data import DataError, Turn, one_line
 from distributed import gather_rows, print0
-from engines.base import Rollout
-from episodes.tasks import AgentTask, SearchTask, check_episode
+from engines.base import EngineConfig, Rollout
+from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, check_episode
 from episodes.tools import MCPTools, RetrieverTools
 from episodes.trajectories import read_conversations
 from prompts import (
@@ -39,12 +40,35 @@ from prompts import (
     read_examples,
     read_instruction,
 )
-from retriever import open_retriever
+from retriever import RetrieverConfig, open_retriever
 from reward import Parsed, parse_response, score_rewrite
 from rollout import check_engine
 from runs import read_json
 from scoring.ranking import evaluate_run, read_qrels
 from search.passages import PassageIds, Texts
+
+
+@dataclass
+class TaskConfig:
+    """What the configurations of grpo.py and infer.py share."""
+
+    task: Literal["rewrite", "search", "agent"] = "rewrite"
+    """a response is a rewritten question, or an episode that searches and answers"""
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    """the search engine that gives ranks; search, agent: what episodes search, whose `corpus` has
+    the texts that are shown"""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """search, agent: budgets, form and reward of an episode"""
+    instruction: str = ""
+    """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
+    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
+    """longer prompts are left out and counted"""
+    max_response_tokens: Annotated[int, at_least(1)] = 1024
+    """sampling stops here; of an episode, with what is shown to the model"""
+    parser: Literal["strict", "paper"] = "strict"
+    """what is well formed; `paper`: the original's expressions, of its training or its inference"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """what samples"""
 
 
 @dataclass
@@ -64,7 +88,7 @@ class Rewrite:
     statuses = ("ok", "malformed", "engine_error", "too_long")
     read_items = staticmethod(data.read_turns)
 
-    def __init__(self, cfg, tokenizer, examples: list[Turn] = (), parse: Callable | None = None):
+    def __init__(self, cfg: TaskConfig, tokenizer, examples=(), parse: Callable | None = None):
         self.cfg, self.tokenizer, self.examples = cfg, tokenizer, examples
         self.parse = parse or functools.partial(parse_response, parser=cfg.parser)
         self.instruction = read_instruction(cfg.instruction)
@@ -167,7 +191,7 @@ TASKS = {"rewrite": Rewrite, "search": SearchTask, "agent": AgentTask}
 Task = Rewrite | SearchTask | AgentTask
 
 
-def check_task(cfg) -> None:
+def check_task(cfg: TaskConfig) -> None:
     """ConfigError for settings of engine and task that cannot work; loads nothing."""
     check_engine(cfg.engine, TASKS[cfg.task].equal_calls)
     if cfg.task != "rewrite":
@@ -175,7 +199,11 @@ def check_task(cfg) -> None:
 
 
 def open_task(
-    cfg, tokenizer, examples: str = "", parse: Callable | None = None, qrels: list[str] = ()
+    cfg: TaskConfig,
+    tokenizer,
+    examples: str = "",
+    parse: Callable | None = None,
+    qrels: list[str] = (),
 ) -> Task:
     """The task of a configuration; examples: file for the few-shot prompt; parse: of rewrites, text
     → Parsed; qrels: files with the gold passages of questions."""
@@ -221,7 +249,7 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
     return golds
 
 
-def other_task(cfg) -> str:
+def other_task(cfg: TaskConfig) -> str:
     """What the model's folder says it was trained with where that is another prompt, else ""."""
     trained = read_json(os.path.join(cfg.model, "task.json"))
     own = {"task": cfg.task}
