@@ -285,15 +285,13 @@ _SEARCH_TAGS = re.compile(r"<result>.*?</result>|</?(?:think|search|result|answe
 _SEARCH_FORM = re.compile(r"(?:<think></think>|<search></search>result)*<answer></answer>")
 
 
-def check_search_format(text: str, results: int | None = None) -> bool:
+def check_search_format(text: str) -> bool:
     r"""Is this response a well-formed search trajectory (ReSearch)?
 
     The blocks think, search, result and answer do not nest; text around them is free. At least one
     think block; one result block after each search block and nowhere else, whose content is not
-    read; one answer block, the last, with a matched `\boxed{…}`. That the response ended with EOS
-    is for the caller to check.
-
-    results: how many result blocks were inserted; the text cannot show that the model invented one.
+    read; one answer block, the last, with a matched `\boxed{…}`. The text cannot show that the
+    model invented a result, or ended with EOS.
     """
     if text.rfind("<result>") > text.rfind("</result>"):  # not closed
         return False
@@ -301,7 +299,6 @@ def check_search_format(text: str, results: int | None = None) -> bool:
     return (
         _SEARCH_FORM.fullmatch("".join(tags)) is not None
         and "<think>" in tags
-        and results in (None, tags.count("result"))
         and extract_boxed(extract_answer(text)) is not None
     )
 
@@ -316,8 +313,9 @@ def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
     own = "".join(text for text, written in segments if written)
     if "<result>" in own or "</result>" in own:
         return False
-    text = "".join(text if written else "<result></result>" for text, written in segments)
-    return check_search_format(text, sum(not written for _, written in segments))
+    return check_search_format(
+        "".join(text if written else "<result></result>" for text, written in segments)
+    )
 
 
 def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:

@@ -25,7 +25,7 @@ from lora import LoRAConfig, adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
 from retriever import retriever_settings
 from rollout import check_engine_gap, end_and_pad_ids, open_engine
-from scoring.health import collapse_reason, step_line
+from scoring.health import PHASES, collapse_reason, step_line
 from tasks import Task, open_task
 
 BETAS = Range(
@@ -274,7 +274,7 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
 
 def step_seconds(run: Run) -> float:
     """What a step has taken lately."""
-    phases = [f"seconds_{phase}" for phase in ("sample", "reward", "reference", "update", "sync")]
+    phases = [f"seconds_{phase}" for phase in PHASES]
     took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[-20:]]
     return sum(took) / len(took)
 
