@@ -227,7 +227,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     """Step `step`, from 0: its log row, and the rollouts of all ranks as they are written down."""
     cfg, clock, before = run.cfg, Clock(run.dist.device), run.engine.total
     with clock("sample"):
-        rollouts, items = sample_step(run, step)
+        rollouts, items = sample(run, step)
         run.engine.sleep()
     sampled = training.sampling_figures(run, before)
     with clock("reward"):
@@ -247,7 +247,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     return {"step": step + 1} | figures, rows
 
 
-def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
+def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
     """This rank's rollouts of a step, and their turns or questions: items[r.group_id].
 
     A group's seed follows from the run's, the step and the prompt's place in it alone.
