@@ -455,7 +455,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
     elif cfg.lora.dropout:
         wrong = (
             f"lora.dropout={cfg.lora.dropout}: another policy than what sampled would be trained; "
-            "set it to 0"
+            "set lora.dropout=0"
         )
     elif cfg.episode.gold_reward != "none" and not cfg.qrels:
         wrong = (

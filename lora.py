@@ -131,8 +131,8 @@ def _fill(model: nn.Module, folder: str, name: str) -> None:
         odd = [*found.unexpected_keys, *odd]
     except (OSError, SafetensorError) as e:
         raise ModelError(
-            f"{path}: {first_line(e)}; the weights belong there (of an older .bin: load and save it "
-            "with peft once)"
+            f"{path}: {first_line(e)}; an adapter's folder holds its weights there (of an older "
+            ".bin: load and save it with peft once)"
         ) from e
     except RuntimeError as e:  # shapes
         odd = [str(e).strip().split("\n")[-1].strip()]

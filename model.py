@@ -64,8 +64,8 @@ def load_tokenizer(path: str):
     if largest >= (size := model.get_text_config().vocab_size):
         raise ModelError(
             f"the tokenizer at {source!r} has token {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the model's vocabulary of "
-            f"{size}; use the model's own tokenizer"
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size}; "
+            "use the model's own tokenizer"
         )
     return tokenizer
 

@@ -321,7 +321,7 @@ def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> N
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
             f"the engine is {engine_gap:.4g} nats from the trained policy and {start_gap:.4g} from "
-            "the starting one: weights do not reach it; mend the sync"
+            "the starting one: the weights that are sent do not reach it; mend the weight sync"
         )
 
 
