@@ -1,7 +1,7 @@
 """Records on disk: corpora, turns and questions.
 
-Files are UTF-8; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 may stand inside
-a JSON string. A bad line is a DataError that names file, line and reason.
+Files are UTF-8; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 may stand in a
+JSON string. A bad line is a DataError that names file, line and reason.
 """
 
 from __future__ import annotations

@@ -359,8 +359,8 @@ def _reason(e: BaseException) -> str:
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run grows to: checkpoints (weight and two moments, float32), exports (in `dtype`,
-    an adapter in float32), and one of each being written."""
+    """Bytes that a run grows to: checkpoints (weight and two moments, float32), exports (`dtype`;
+    an adapter float32), and one of each being written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -383,8 +383,8 @@ def check_free_space(folder: str, needed: int) -> None:
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters (an adapter's base is loaded anew) and, by the same names, AdamW's moments,
-    made here before step 1."""
+    """Trained parameters (an adapter's base is loaded anew) and, by the same names, AdamW's
+    moments, made here before step 1."""
     fused = bool(optimizer.param_groups[0].get("fused"))
     trained = {name: p for name, p in _named_parameters(model) if p.requires_grad}
     for p in trained.values():
@@ -564,7 +564,7 @@ def export_hf(
 def export_adapter(
     model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None
 ) -> None:
-    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; otherwise as `export_hf`."""
+    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; else as `export_hf`."""
     pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
     names = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
     wholes = (full_tensor(p.detach()) for _, p in pairs)

@@ -201,7 +201,7 @@ def keep_steps(folder: str, done: int) -> None:
 
 
 def fingerprint(path: str) -> str:
-    """Digest of a file's content, or of a folder's files (subfolders left out) and an adapter's base
+    """Digest of a file's content, or of a folder's files (no subfolders) and an adapter's base
     model; a hub name stands for itself.
 
     Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: training changes all

@@ -153,8 +153,8 @@ def guard(run: Run) -> None:
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
             "warning: in the first three steps every group was flat (format rate "
-            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing; warm the policy up, or "
-            "raise group_size or temperature"
+            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing; warm the policy up, "
+            "or raise group_size or temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:

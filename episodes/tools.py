@@ -130,8 +130,8 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
 
 
 def _problem(arguments: dict, name: str, parameters: dict) -> str:
-    """How arguments break the JSON Schema of a tool, in words for the model, if they do; one that no
-    property names does, unless the schema has additionalProperties."""
+    """How arguments break the JSON Schema of a tool, in words for the model, if they do; one that
+    no property names does, unless the schema has additionalProperties."""
     dialect = validator_for(parameters, Draft202012Validator)
     known = parameters.get("properties") or {}
     if known:

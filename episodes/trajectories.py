@@ -32,7 +32,7 @@ def holds_trajectories(path: str) -> bool:
 
 
 def read_trajectories(path: str) -> list[dict]:
-    """The rows of a file in OpenAI's form, arguments as mappings; untrained turns have `weight` 0."""
+    """The rows of a file in OpenAI's form, arguments as mappings; untrained turns have weight 0."""
     rows: dict[str | int, dict] = {}
     for number, row in data.read_jsonl(path):
         id_ = row.setdefault("rollout_id", f"line {number}")
@@ -52,8 +52,8 @@ def read_trajectories(path: str) -> list[dict]:
 
 
 def read_conversations(path: str) -> list[list[dict]]:
-    """Few-shot examples: messages of trajectories, from a user's question to the answer; of `search`
-    one user and one assistant message, results included."""
+    """Few-shot examples: messages of trajectories, from a user's question to the answer; of
+    `search` one user and one assistant message, results included."""
     chats = []
     for row in read_trajectories(path):
         first, *_, last = row["messages"]
