@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches: groups dealt out to the ranks, then packed to a budget of tokens.
+"""From rollouts to micro-batches: groups dealt out to the ranks, packed to a budget of tokens.
 
 Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
 """

@@ -265,8 +265,8 @@ def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
     """Read, search, reward; items[i], a turn or a question, belongs to the rollouts of group_id i.
 
-    Of a rewrite: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). A response that failed
-    for a technical reason, in the engine or in a search, earns nothing: it is left out.
+    Of a rewrite: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). What failed for a
+    technical reason, in the engine or in a search, has no reward and is left out.
     """
     answers = [run.task.read(r) for r in rollouts]
     figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
@@ -325,7 +325,7 @@ def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,), and
-    the largest difference to the engine's log-probabilities, ()."""
+    the largest difference to the engine, ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")

@@ -53,8 +53,8 @@ def _parse_paper(text: str) -> Parsed:
     r"""The original's two searches in training (its `rewrite_r1.py`), bodies as written.
 
     Format: `<think>.*?</think>\n<rewrite>.*?</rewrite>$` matched at character 0; dot matches
-    newline, `$` every line end. Text: the first rewrite block anywhere, also of a wrong format.
-    Written with `find`: the expression takes quadratic time on repeated tags.
+    newline, `$` every line end. Text: the first rewrite block anywhere. Written with `find`: the
+    expression takes quadratic time on repeated tags.
     """
     rewrite = _first_block(text, "rewrite")
     joint = "</think>\n<rewrite>"
@@ -67,8 +67,8 @@ def _parse_paper(text: str) -> Parsed:
 
 
 def parse_paper_inference(text: str) -> Parsed:
-    """The original's searches at inference (its `infer.py`): the first closed think block and the
-    first closed rewrite block anywhere, in any order, as written."""
+    """The original's searches at inference (its `infer.py`): the first closed block of either kind,
+    anywhere, as written."""
     think, rewrite = (_first_block(text, name) for name in ("think", "rewrite"))
     return Parsed(think, rewrite, think is not None and rewrite is not None)
 
@@ -161,9 +161,8 @@ ANSWER_METRICS = ("em", "f1", "acc", "precision", "recall")  # in the order of F
 def normalize_answer(s: str) -> str:
     """Fold, lower-case, delete ASCII punctuation, blank out a, an, the, collapse blanks (SQuAD).
 
-    "1,000" is "1000" and "3.5" is "35"; accents count: "Cafe" is not "Café". Folding is ours, the
-    SQuAD scorer lacks it: NFKC (composed accents, full width, ligatures) without format characters
-    (category Cf: zero width, direction marks, soft hyphen, BOM).
+    "1,000" is "1000"; accents count: "Cafe" is not "Café". Folding, which the SQuAD scorer lacks,
+    is NFKC (composed accents, full width, ligatures) without format characters (soft hyphen, BOM).
     """
     return _without_articles(_plain(s))
 

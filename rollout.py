@@ -28,7 +28,7 @@ class EngineGap(RuntimeError):
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for settings that cannot work; equal_calls: all processes call it equally often."""
+    """Raise for settings that cannot work; equal_calls: of all processes."""
     check_ranges(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (
@@ -43,7 +43,7 @@ def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
 
 
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
-    """The ids that end a response of a model (folder or hub name), and what fills unused places."""
+    """The ids that end a model's response, and what fills unused places."""
     model = adapter_base(model) or model
     try:
         settings = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -72,10 +72,10 @@ def open_engine(
     dtype: torch.dtype = torch.float32,
     weights: bool = True,
 ) -> TorchEngine | VLLMEngine:
-    """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
+    """The engine that `cfg` asks for, over a Hugging Face folder or hub name; an adapter is merged.
 
     `max_length`: tokens of a prompt and its response; `seed`: of draws without one of their own.
-    Without `weights` the first `sync_weights` brings them. An adapter means its merged weights.
+    Without `weights` the first `sync_weights` brings them.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder
