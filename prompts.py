@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from typing import Iterable
 
 import jinja2
@@ -239,6 +240,24 @@ def render_chat(
         raise DataError(
             f"the chat template of {model} refuses these messages ({roles}): {e}; use another model"
         ) from e
+
+
+def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
+    """Does the chat template write tool schemas, and results of tools, into its text?"""
+    roles = {"user": "u", "assistant": "a", "tool": "t7t"}
+    chat = [{"role": role, "content": content} for role, content in roles.items()]
+    try:
+        plain, text = (
+            render_chat(tokenizer, chat[:1]),
+            render_chat(tokenizer, chat, schemas),
+        )
+    except DataError as e:
+        if not tokenizer.chat_template:
+            raise
+        print(f"tools go into the system message: {e}", file=sys.stderr)
+        return False
+    names = [schema["function"]["name"] for schema in schemas]
+    return all(text.count(name) > plain.count(name) for name in [*names, "t7t"])
 
 
 def answer_header(tokenizer) -> str:

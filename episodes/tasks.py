@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
@@ -307,7 +306,7 @@ class AgentTask(Task):
     def __init__(self, cfg: EpisodeConfig, tokenizer, tools, *more):
         super().__init__(cfg, tokenizer, tools, *more)
         self.stop += ("}}",) * cfg.bare_calls
-        self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
+        self.native = not cfg.bare_calls and prompts.template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
 
     def encode(self, messages: list[dict]) -> list[int]:
@@ -366,24 +365,6 @@ def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> 
         if used <= limit or most == 0:
             return joined, used
         most = min(most, max(map(len, texts))) * limit // used
-
-
-def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
-    """Does the chat template write tool schemas, and results of tools, into its text?"""
-    roles = {"user": "u", "assistant": "a", "tool": "t7t"}
-    chat = [{"role": role, "content": content} for role, content in roles.items()]
-    try:
-        plain, text = (
-            prompts.render_chat(tokenizer, chat[:1]),
-            prompts.render_chat(tokenizer, chat, schemas),
-        )
-    except DataError as e:
-        if not tokenizer.chat_template:
-            raise
-        print(f"tools go into the system message: {e}", file=sys.stderr)
-        return False
-    names = [schema["function"]["name"] for schema in schemas]
-    return all(text.count(name) > plain.count(name) for name in [*names, "t7t"])
 
 
 def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:

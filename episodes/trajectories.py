@@ -17,7 +17,6 @@ from typing import Any, Literal
 import data
 import prompts
 from data import DataError
-from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, template_knows_tools
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
@@ -184,6 +183,8 @@ def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int
 
 def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     """(token ids (T+1), loss mask (T)) of a row of infer.py: those of its rollout."""
+    from episodes.tasks import AgentTask, EpisodeConfig, SearchTask  # they need torch
+
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
     cfg = EpisodeConfig(template=row.get("template") or "instruct")
     if cfg.template not in kind.rules:
@@ -218,7 +219,7 @@ def encode_messages(
     # The model's own text keeps added tokens that are not special, like <think>: it can write them.
     control, added = prompts.control_strings(tokenizer), prompts.special_strings(tokenizer)
     chat = [m | {"content": prompts.defuse(m["content"], added)} for m in messages]
-    if tools and not template_knows_tools(tokenizer, tools):
+    if tools and not prompts.template_knows_tools(tokenizer, tools):
         start = [] if chat[0]["role"] == "system" else [{"role": "system", "content": ""}]
         chat, tools = prompts.spell_tools(start + chat, tools), []
     before, *pieces = prompts.render_around(tokenizer, chat, tools or None, answer_next=False)
