@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches: groups dealt out to the ranks, then packed to a budget of tokens.
+"""From rollouts to micro-batches: groups dealt out to the ranks, packed to a budget of tokens.
 
 Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
 """
@@ -37,8 +37,9 @@ class Update:
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
-    """The batch of this rank's rollouts; where it has none, of a token that is not trained."""
-    idle = Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")  # for the collectives
+    """The batch of this rank's rollouts; where it has none, for the collectives, of a token that is
+    not trained."""
+    idle = Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")
     return collate_rollouts(rollouts or [idle], advantages or [0.0], pad_id)
 
 
@@ -47,8 +48,8 @@ def deal_out(
 ) -> tuple[list[Rollout], list[float]]:
     """The rollouts that this rank trains, with their advantages. A collective.
 
-    Whole groups, the longest first, go to the rank with the fewest tokens so far, and are numbered
-    anew. A rollout whose advantage is None (it failed) or without a trained token is left out.
+    Whole groups go, the longest first, to the rank with the fewest tokens, and are numbered anew.
+    A rollout that failed (advantage None) or has no trained token is left out.
     """
     own: dict[int, list[tuple[Rollout, float]]] = {}
     for r, advantage in zip(rollouts, advantages):
@@ -82,11 +83,8 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """`rows` cut into pieces of at most `budget` tokens as they are packed, or of one sequence.
-
-    Groups stay together where they fit: their prompt is computed once. The longest come first, each
-    where there is room.
-    """
+    """`rows` cut into pieces of at most `budget` tokens as they are packed, or of one sequence;
+    groups stay together where they fit, the longest first: their prompt is computed once."""
     lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
     for row, group in zip(rows, batch.group_ids[rows].tolist()):
@@ -119,17 +117,16 @@ def plan_updates(
     updates: int = 1,
     skip_flat: bool = False,
 ) -> list[Update]:
-    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens.
-
-    A collective: every rank has as many, some that train nothing. `skip_flat`: sequences whose
-    advantage is 0 are not computed.
-    """
+    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens; every
+    rank has as many (a collective). `skip_flat`: leave out sequences whose advantage is 0."""
     plans = []
     for share in torch.arange(len(batch)).tensor_split(updates):
         rows = [i for i in share.tolist() if not skip_flat or float(batch.advantages[i])]
         pieces = micro_batch_rows(batch, rows, budget)
         pieces += [[]] * (max(1, *gather_objects(len(pieces))) - len(pieces))
-        parts = [batch.select(torch.tensor(rows)) if rows else idle(batch) for rows in pieces]
+        # two tokens of which nothing is trained, where only other ranks have work
+        idle = training_batch([], [], int(batch.tokens[0, 0]))
+        parts = [batch.select(torch.tensor(rows)) if rows else idle for rows in pieces]
         micro_batches = []
         for part in parts:
             groups = part.prompt_lengths, part.group_ids
@@ -137,16 +134,3 @@ def plan_updates(
             micro_batches.append(MicroBatch(part.to(device), packed))
         plans.append(Update(micro_batches, batch.loss_mask[share], batch.advantages[share]))
     return plans
-
-
-def idle(batch: RolloutBatch) -> RolloutBatch:
-    """Two tokens of which nothing is trained: what a rank computes while only others have work."""
-    return RolloutBatch(
-        batch.tokens[:1, :2],
-        batch.attention_mask[:1, :2],
-        torch.zeros(1, 1),
-        torch.zeros(1, 1),
-        torch.zeros(1),
-        torch.ones(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-    )

@@ -1,9 +1,9 @@
 """Configuration: dataclass defaults ← YAML (`--config file.yaml`) ← `key=value`; the later wins.
 
 A tool's knobs are the fields of one dataclass, each with a string under it that says what it is,
-and a range where numbers are limited: `lr: Annotated[float, above(0)] = 1e-6`. What an unquoted
-scalar means is decided by its field: `007` is a text in a str field and 7 in an int field; a quoted
-one is always a text. Nested dataclasses have dotted keys (`retriever.k1=0.82`).
+and a range where numbers are limited: `lr: Annotated[float, above(0)] = 1e-6`. A field decides what
+an unquoted scalar means: `007` is a text in a str field and 7 in an int field. Nested dataclasses
+have dotted keys (`retriever.k1=0.82`).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def merge(base: dict, update: dict) -> dict:
 
 
 def read_yaml(path: str) -> dict:
-    """The mapping in a YAML file; ConfigError: a missing file, bad YAML, another top level."""
+    """The mapping in a YAML file."""
     try:
         with open(path, encoding="utf-8-sig") as f:
             value = yaml.load(f, _Loader)
@@ -243,11 +243,7 @@ def read_words(cls: type, argv: list[str] | None = None) -> dict:
 
 def load_config(cls: type, argv: list[str] | None = None) -> Any:
     """Dataclass `cls` ← the YAML files of `--config FILE` (in order) ← `key=value`, of `argv` or
-    sys.argv.
-
-    `--help` prints every knob and leaves with status 0. ConfigError: an unknown key, a wrong type,
-    a value out of its range, an unreadable file.
-    """
+    sys.argv; ConfigError for what is wrong there. `--help` prints every knob and leaves."""
     cfg = build(cls, read_words(cls, argv))
     check_ranges(cfg)
     return cfg
@@ -313,10 +309,10 @@ def run(
 ) -> None:
     """Parse, call `main(cfg)`, print its dict as one JSON line, the last of stdout, and leave.
 
-    Status 0: success; 2: bad input (an exception whose class has `exit_status = 2`); 1: a full disk
-    or unreadable file, or a bug, with its traceback; 130 after Ctrl-C, 143 after SIGTERM, 141,
-    quietly, when who reads the output is gone. `status_file`: a file in the folder `out` that tells
-    status and reason of a run that did not end well; torchrun's own status is always 1.
+    Status 0: success; 2: bad input (the exception's class has `exit_status = 2`); 1: a full disk or
+    unreadable file, or a bug, with its traceback; 130 after Ctrl-C, 143 after SIGTERM, 141 when who
+    reads the output is gone. `status_file`: in the folder `out`, for a run that did not end well,
+    with status and reason: torchrun's own status is always 1.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     for stream in (sys.stdout, sys.stderr):

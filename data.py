@@ -1,7 +1,7 @@
 """Records on disk: corpora, turns and questions.
 
-Files are UTF-8 with LF; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 and its
-like may stand inside a JSON string. A bad line is a DataError that names file, line and reason.
+Files are UTF-8; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 may stand in a
+JSON string. A bad line is a DataError that names file, line and reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DataError(ValueError):
     exit_status = 2
 
 
-# ---------------------------------------------------------------------------------------- records
+# ---- records
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """What is indexed: the title, one space, the text; without a title the text alone."""
+        """What is indexed: the title, one space, the text."""
         return f"{self.title} {self.text}" if self.title else self.text
 
 
@@ -84,7 +84,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-# ------------------------------------------------------------------------------------ lines, JSON
+# ---- lines, JSON
 
 PACKED = {
     b"PAR1": "a parquet file; make it JSONL with `prepare.py parquet source={0} out=FILE.jsonl`",
@@ -94,7 +94,7 @@ PACKED = {
 
 
 def open_input(path: str) -> BinaryIO:
-    """The bytes of a file, those of a gzip file unpacked; DataError: none, parquet, zip or zstd."""
+    """The bytes of a file, unpacked if it is a gzip file."""
     try:
         with open(path, "rb") as f:
             magic = f.read(4)
@@ -111,10 +111,8 @@ def read_lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """(line number, the line's first byte, line) from the line with number and byte `start` on.
-
-    Of a gzip file the bytes are those of its content, unpacked up to `start`.
-    """
+    """(line number, the line's first byte, line) from the line with number and byte `start` on; of
+    a gzip file the bytes are those of its content."""
     with open_input(path) as f:
         number, byte = start
         try:
@@ -218,7 +216,7 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
 
 
-# ------------------------------------------------------------------------------- fields of a record
+# ---- fields of a record
 
 
 def as_text(value: Any) -> str | None:
@@ -278,12 +276,12 @@ def _context(row: dict, location: str) -> list[tuple[str, str]]:
     return pairs
 
 
-# ------------------------------------------------------------------------------------------ files
+# ---- files
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
     """Passages of a corpus, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or
-    TSV with the columns id, text, title (a header is passed over, quotes are no quoting)."""
+    TSV with the columns id, text, title (a header is passed over)."""
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
@@ -295,8 +293,7 @@ def read_corpus(path: str) -> Iterator[Passage]:
 def located_passages(
     path: str, start: tuple[int, int] = (1, 0)
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, the line's first byte, passage) from `start` on; ids may repeat: processes read
-    their own parts of a corpus larger than memory."""
+    """(line number, the line's first byte, passage) from `start` on; ids may repeat."""
     tsv = path.removesuffix(".gz").endswith(".tsv")
     for number, byte, line in located_lines(path, start):
         location = f"{path}:{number}"
@@ -307,7 +304,7 @@ def located_passages(
             if len(columns) != 3:
                 raise DataError(
                     f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
-                    "replace tabs inside a field, or use JSONL"
+                    "use JSONL where fields hold tabs"
                 )
             key, text, title = columns
         elif line.strip():
@@ -358,10 +355,8 @@ def read_turns(path: str) -> list[Turn]:
 
 
 def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tuple[list[Turn], int]:
-    """The turns that can be rewarded, and how many have no gold passage and were left out.
-
-    DataError: no turn is left, or a gold id is not among the index's `passage_ids`.
-    """
+    """The turns that have a gold passage, which must be among the index's `passage_ids`, and how
+    many others were left out."""
     kept = [turn for turn in turns if turn.gold_ids]
     if not kept:
         raise DataError(

@@ -1,9 +1,9 @@
 """Process group, FSDP2, collectives, checkpoints, exports: one path for one process or many.
 
-A leaf: needs torch and safetensors, and huggingface_hub to export. A checkpoint is a folder
-`checkpoint_000120/` that is whole where it has its name: sharded weights and optimizer state, for
-any number of processes, every rank's random state, and `state.json` with a checksum of each file.
-torch unpickles a part of it, so a checkpoint is code: load those of your own runs alone.
+A leaf: torch, safetensors, and huggingface_hub to export. A checkpoint is a folder
+`checkpoint_000120/`, whole where it has its name: sharded weights and optimizer state for any
+number of processes, every rank's random state, and `state.json` with a checksum of each file. torch
+unpickles a part of it: load those of your own runs alone.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Dist:
     device: torch.device
 
 
-# ---------------------------------------------------------------------------- process group
+# ---- process group
 
 _host: c10d.ProcessGroup | None = None  # of all ranks, gloo, with HOST_WAIT
 
 
 def setup() -> Dist:
-    """Join the process group that torchrun describes, or make one of this process alone."""
+    """Join torchrun's process group, or make one of this process alone."""
     global _host
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -77,7 +77,6 @@ def setup() -> Dist:
 
 
 def cleanup() -> None:
-    """Leave the process group."""
     global _host
     if c10d.is_initialized():
         c10d.destroy_process_group()
@@ -108,6 +107,11 @@ def gather_objects(value: Any) -> list[Any]:
     out: list[Any] = [None] * c10d.get_world_size()
     c10d.all_gather_object(out, value, group=_host)
     return out
+
+
+def gather_rows(rows: list) -> list:
+    """The rows of all ranks, in rank order."""
+    return [row for part in gather_objects(rows) for row in part]
 
 
 def broadcast_object(value: Any) -> Any:
@@ -150,10 +154,8 @@ def in_turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Within the block signals go to a list, so that a step can be finished; a later one ends it.
-
-    One within two seconds is the same: a scheduler signals torchrun too, which passes it on.
-    """
+    """Within the block signals go to a list, so that a step can be finished; one more than two
+    seconds later ends it (a scheduler signals torchrun too, which passes it on)."""
     noted: list[int] = []
     first = 0.0
 
@@ -180,7 +182,7 @@ def signal_of_any(noted: list[int]) -> int:
     return max(gather_objects(noted[0] if noted else 0))
 
 
-# ---------------------------------------------------------------------------- sharding
+# ---- sharding
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -198,10 +200,9 @@ def shard_model(
 ) -> nn.Module:
     """FSDP2 over all ranks, a unit a decoder layer and one for the rest; gradients are averaged.
 
-    A model on the CPU goes to the device a unit at a time.
     bf16: compute so, with gradients reduced in float32 and shards of the dtype they have.
-    gather_once: a layer's weights, once gathered, stay until a backward pass with
-        `set_reshard_after_backward(True)` or `reshard`: 2 bytes a parameter, and less traffic.
+    gather_once: gathered weights stay until a backward pass with `set_reshard_after_backward(True)`
+        or `reshard`: 2 bytes a parameter, and less traffic.
     cpu_offload: shards, gradients and moments rest in pinned host memory.
     """
     settings: dict[str, Any] = {"mesh": init_device_mesh(dist.device.type, (dist.world,))}
@@ -257,11 +258,11 @@ GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones mea
 def full_parameters(
     model: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, tied ones once, then of the buffers
-    that a checkpoint has (a router's bias). A collective; a few are whole at a time.
+    """(Hugging Face name, whole tensor) of every parameter, tied ones once, then of the saved
+    buffers (a router's bias). A collective; a few are whole at a time.
 
     Shards are cast to `dtype` before they are gathered. A layer with a LoRA adapter gives
-    W + scaling · B·A in float32, each time from the frozen W: it never drifts.
+    W + scaling · B·A in float32, each time from the frozen W.
     """
     layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
@@ -313,7 +314,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     return float(norm)
 
 
-# ---------------------------------------------------------------------------- whole folders
+# ---- whole folders
 
 
 @contextlib.contextmanager
@@ -359,8 +360,8 @@ def _reason(e: BaseException) -> str:
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run grows to: checkpoints (a weight and two moments, float32), exports (a model
-    in `dtype`, or an adapter in float32), and one of each being written."""
+    """Bytes that a run grows to: checkpoints (weight and two moments, float32), exports (`dtype`;
+    an adapter float32), and one of each being written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -368,7 +369,7 @@ def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> 
 
 
 def check_free_space(folder: str, needed: int) -> None:
-    """Raise CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
+    """CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
     path = Path(folder).absolute()
     held = sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
@@ -379,12 +380,12 @@ def check_free_space(folder: str, needed: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---- checkpoints
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters (the frozen base of an adapter is loaded anew) and, by the same names,
-    AdamW's moments, made here before step 1."""
+    """Trained parameters (an adapter's base is loaded anew) and, by the same names, AdamW's
+    moments, made here before step 1."""
     fused = bool(optimizer.param_groups[0].get("fused"))
     trained = {name: p for name, p in _named_parameters(model) if p.requires_grad}
     for p in trained.values():
@@ -405,10 +406,10 @@ def save_checkpoint(
     extra: dict,
     keep: int = 2,
 ) -> str:
-    """Write `run_dir/checkpoint_<step>` and remove all but the newest `keep`; returns the folder.
+    """Write `run_dir/checkpoint_<step>` with `extra` in its state.json, remove all but the newest
+    `keep`; returns the folder. A collective.
 
-    A collective. `extra` goes to `state.json`. CheckpointError on a full disk or an unwritable
-    folder: nothing half-written is left, earlier checkpoints are untouched.
+    CheckpointError on a full disk or an unwritable folder; earlier checkpoints are untouched.
     """
     folder, rank = os.path.join(run_dir, f"checkpoint_{step:06d}"), _rank()
     temporary, rng = f"{folder}.tmp", f"rng_rank{rank:03d}.pt"
@@ -480,10 +481,11 @@ def _state(folder: str) -> Any:
 
 
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
-    """(folder, its state.json) of the newest checkpoint that every rank sees, or None.
+    """(folder, its state.json) of the newest checkpoint that every rank sees, or None (a
+    collective).
 
-    A collective. A folder with a damaged state.json is passed over with a warning; where no other
-    is left, CheckpointError: a run never starts at step 0 over the remains of an earlier one.
+    One with a damaged state.json is passed over with a warning; CheckpointError where no other is
+    left: a run never starts at step 0 over the remains of an earlier one.
     """
     folders, readable = _checkpoints(run_dir), {}
     for step, folder in folders.items():
@@ -508,8 +510,7 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fill model, optimizer and random state from a checkpoint of any world size (a collective).
 
-    CheckpointError for another model's, and for a file that is not as it was written (found before
-    anything is unpickled).
+    CheckpointError for another model's, and for a changed file, before anything is unpickled.
     """
     path, problem = os.path.join(folder, f"rng_rank{_rank():03d}.pt"), ""
     try:
@@ -536,7 +537,7 @@ def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimi
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-# ---------------------------------------------------------------------------- exports
+# ---- exports
 
 
 def export_hf(
@@ -546,10 +547,11 @@ def export_hf(
     dtype: torch.dtype = torch.float32,
     notes: dict[str, dict] | None = None,
 ) -> None:
-    """Write a Hugging Face folder that stock transformers and vLLM load, whole or not at all.
+    """Write a Hugging Face folder, whole or not at all (a collective); `notes`: further JSON files
+    by name.
 
-    A collective. A LoRA adapter is merged in float32, then rounded to `dtype` once. `notes`:
-    further JSON files by name. CheckpointError on a full disk or an unwritable folder.
+    A LoRA adapter is merged in float32, then rounded to `dtype` once. CheckpointError on a full
+    disk or an unwritable folder.
     """
     config = copy.deepcopy(model.config)
     config.dtype, config.use_cache = dtype, True
@@ -563,10 +565,7 @@ def export_hf(
 def export_adapter(
     model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None
 ) -> None:
-    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; otherwise as `export_hf`.
-
-    `model.peft_config["default"]` holds its settings, the model it belongs to among them.
-    """
+    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; else as `export_hf`."""
     pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
     names = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
     wholes = (full_tensor(p.detach()) for _, p in pairs)

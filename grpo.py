@@ -6,8 +6,8 @@ lists what differs.
     python grpo.py --config configs/demo-grpo.yaml
     torchrun --nproc-per-node 8 grpo.py --config configs/demo-grpo.yaml    # same batch, same loss
 
-From top to bottom: configuration, mathematics, one step, the loop; what the loop stands on is in
-training.py. N prompts per step, G group size, B sequences, T predicted positions.
+From top to bottom: configuration, mathematics, one step, the loop, which stands on training.py.
+Shapes: B sequences, T predicted positions.
 """
 
 from __future__ import annotations
@@ -23,53 +23,37 @@ import torch
 from torch import Tensor, nn
 
 import config
-import data
 import distributed
-import prompts
 import report
 import runs
 import training
 from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
-from config import FINITE, above, at_least, between
+from config import FINITE, above, at_least
 from distributed import Dist
-from engines.base import EngineConfig, Rollout, Sampling
-from episodes import episode
-from episodes.episode import AgentTask, EpisodeConfig, SearchTask
-from lora import LoRAConfig, starting_weights
+from engines.base import Rollout, Sampling
+from lora import starting_weights
 from model import lr_at
 from packing import packed_logprobs
-from retriever import RetrieverConfig
-from reward import parse_response, score_rewrite
-from rollout import TorchEngine, check_engine
+from rollout import TorchEngine
 from scoring.health import step_figures, validation_line
 from scoring.trackers import check_trackers
-from training import BETAS, Clock, Stopped
+from tasks import Task, TaskConfig, check_task
+from training import BETAS, Clock, Stopped, TrainConfig
 
-# ================================================================================== configuration
+# ==================== configuration
 
 
 @dataclass
-class GRPOConfig:
-    task: Literal["rewrite", "search", "agent"] = "rewrite"
-    """a response is a rewritten question, or an episode that searches and answers"""
-    model: str = ""
-    """policy to start from, and frozen KL reference: a Hugging Face folder or hub name"""
+class GRPOConfig(TaskConfig, TrainConfig):
+    """Task, prompts and engine: tasks.TaskConfig; the optimizer and the machine: TrainConfig."""
+
     train: str = ""
     """training turns (JSONL); for search and agent questions"""
     dev: str = ""
     """held-out turns or questions for validation; empty: no validation"""
     qrels: list[str] = field(default_factory=list)
     """search, agent: TREC files with the gold passages, for gold_reward and metrics; optional"""
-    instruction: str = ""
-    """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
     out: str = "runs/grpo"
-    """run folder (docs/operation.md lists its files)"""
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """the search engine that gives ranks; search, agent: what episodes search and are shown"""
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """search, agent: budgets, form and reward of an episode"""
-    seed: int = 0
-    """with a step and a prompt it determines every draw"""
     steps: Annotated[int | None, at_least(1)] = None
     """optimizer steps on fresh rollouts; null: `epochs` passes over the turns"""
     epochs: Annotated[int, at_least(1)] = 6
@@ -80,28 +64,16 @@ class GRPOConfig:
     """G, responses per prompt (the paper's text: 8; its TopiOCQA scripts: 16)"""
     temperature: Annotated[float, at_least(0.001)] = 0.7
     """in sampling and in all log-probabilities"""
-    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
-    """longer prompts are left out and counted"""
-    max_response_tokens: Annotated[int, at_least(1)] = 1024
-    """sampling stops here; of an episode, with what is shown to the model"""
     reward: Literal[
         "rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10", "recall@100"
     ] = "rank_incentive"
     """what a rank is worth (reward.REWARDS); the alternatives are the paper's ablation"""
     malformed_reward: Annotated[float, FINITE] = -0.1
     """reward of a response that does not parse; it is not searched"""
-    parser: Literal["strict", "paper"] = "strict"
-    """what is well formed; `paper`: the original's regular expression with its loopholes"""
     lr: Annotated[float, above(0)] = 1e-6
-    """peak learning rate of AdamW"""
     betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's"""
     warmup_steps: Annotated[int, at_least(0)] = 100
     """linear warm-up, then constant"""
-    weight_decay: Annotated[float, at_least(0)] = 0.01
-    """AdamW's, on all parameters"""
-    max_grad_norm: Annotated[float, above(0)] = 1.0
-    """gradients are scaled down to this global L2 norm"""
     clip_eps: Annotated[float, above(0, 1)] = 0.2
     """clip range of the ratio; binds only with updates_per_batch above 1"""
     updates_per_batch: Annotated[int, at_least(1)] = 1
@@ -118,38 +90,21 @@ class GRPOConfig:
     """how token losses add up (grpo.aggregate)"""
     importance_cap: Annotated[float | None, at_least(1)] = None
     """weight each token by min(π_trainer / π_engine, cap); null: not weighted"""
-    micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """tokens per forward pass and process, a shared prompt once; never changes the result"""
-    gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """share of the layers that recompute their activations: less memory, more work"""
-    compile: bool = True
-    """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
     gather_once: bool = True
     """hold the gathered weights for a whole update (2 bytes a parameter)"""
     reduce_each: bool = False
     """reduce gradients after every micro-batch: less memory between them, more traffic"""
     cpu_offload: Literal["none", "reference", "all"] = "none"
     """what rests in host memory: the reference; with all also weights, gradients and moments"""
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """train an adapter; `model` may be an adapter's folder, which is then trained further"""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """what samples the responses"""
     validate_every: Annotated[int, at_least(1)] = 20
     """steps between validations (greedy, whole `dev`); also before step 1 and at the end"""
     save_every: Annotated[int, at_least(1)] = 100
-    """steps between resumable checkpoints"""
-    keep_checkpoints: Annotated[int, at_least(1)] = 2
-    """newest checkpoints kept"""
     stop_on_collapse: bool = True
     """stop (status 3) when format rate, reward, entropy or KL show a collapsed policy"""
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of best/ and final/; an adapter's is float32"""
-    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
-# ============================================================ mathematics: this block copies out;
-# it needs `import math`, `import torch` and `from torch import Tensor`.
+# ==================== mathematics: this block copies out; it needs `import math`, `import torch`
+# and `from torch import Tensor`.
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = True) -> Tensor:
@@ -243,7 +198,7 @@ def loss_denominator(loss_mask: Tensor, mode: str, max_response_tokens: int) -> 
     return float(mask.any(-1).sum()) * (max_response_tokens if mode == "seq_sum_norm" else 1)
 
 
-# ======================================================================================= one step
+# ==================== one step
 
 
 @dataclass
@@ -252,7 +207,7 @@ class Score:
 
     text: str
     reward: float | None  # None: it failed for a technical reason and is left out
-    figures: dict  # of a rewrite: rewrite, well_formed, rank; of an episode: episode_figures
+    figures: dict  # what is logged of it (`measure` of its task)
 
 
 @dataclass(kw_only=True)
@@ -262,10 +217,8 @@ class Run(training.Run):
     cfg: GRPOConfig
     reference: nn.Module | None  # with LoRA the policy itself (lora.starting_weights)
     engine: TorchEngine
-    retriever: object | None  # None where episodes have it
-    task: SearchTask | AgentTask | None  # of episodes; None: rewrites
-    golds: dict[str, list[str]]  # of episodes: question id → gold passages, where qrels tell
-    items: list  # data.Turn; of episodes data.Question
+    task: Task
+    items: list  # data.Turn or data.Question
     prompts: list[list[int]]  # of each item, token ids
     dev: list
     dev_prompts: list[list[int]]
@@ -275,7 +228,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     """Step `step`, from 0: its log row, and the rollouts of all ranks as they are written down."""
     cfg, clock, before = run.cfg, Clock(run.dist.device), run.engine.total
     with clock("sample"):
-        rollouts, items = sample_step(run, step)
+        rollouts, items = sample(run, step)
         run.engine.sleep()
     sampled = training.sampling_figures(run, before)
     with clock("reward"):
@@ -290,16 +243,15 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
     training.check_weights(run.engine, stats)
     with clock("sync"):
         sync_engine(run)
-    rows = training.gather_rows(run, rollouts, scores, advantages, items)
+    rows = training.rollout_rows(run, rollouts, scores, advantages, items)
     figures = step_figures(rows) | stats | sampled | {"lr": lr} | clock.seconds
     return {"step": step + 1} | figures, rows
 
 
-def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
+def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
     """This rank's rollouts of a step, and their turns or questions: items[r.group_id].
 
-    A group's seed follows from the run's seed, the step and the prompt's place in it, not from the
-    process.
+    A group's seed follows from the run's, the step and the prompt's place in it alone.
     """
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.dist.world
     places = range(run.dist.rank * share, (run.dist.rank + 1) * share)
@@ -307,57 +259,20 @@ def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
     how = Sampling(cfg.group_size, cfg.temperature, max_tokens=cfg.max_response_tokens)
     seeds = [random.Random(f"sample {cfg.seed} {step} {place}").getrandbits(62) for place in places]
     samplings = [replace(how, seed=seed) for seed in seeds]
-    rollouts = sample(run, [run.prompts[order[p]] for p in places], samplings)
-    return rollouts, [run.items[order[p]] for p in places]
-
-
-def sample(run: Run, prompt_ids: list[list[int]], samplings: list[Sampling]) -> list[Rollout]:
-    """Responses to the prompts: one turn each, or whole episodes."""
-    if run.task is None:
-        return run.engine.generate(prompt_ids, samplings)
-    return episode.run_episodes(run.engine, prompt_ids, samplings, run.task, run.engine.max_length)
+    asked = [run.prompts[order[p]] for p in places]
+    return run.task.rollouts(run.engine, asked, samplings), [run.items[order[p]] for p in places]
 
 
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
-    """What the rollouts earn; items[i] (turn or question) belongs to those of group_id i."""
-    if run.task is None:
-        return score_rewrites(rollouts, items, run.retriever, run.tokenizer, run.cfg)
-    scores = []
-    for e in rollouts:
-        question = items[e.group_id]
-        case = e, question, run.task, run.golds.get(question.id, ())
-        scores.append(Score(e.text, episode.episode_reward(*case), episode.episode_figures(*case)))
-    return scores
+    """Read, search, reward; items[i], a turn or a question, belongs to the rollouts of group_id i.
 
-
-def score_rewrites(
-    rollouts: list[Rollout], turns: list[data.Turn], retriever, tokenizer, cfg: GRPOConfig
-) -> list[Score]:
-    """Parse, search, reward; turns[i] belongs to the rollouts of group_id i.
-
-    Malformed responses are not searched, equal queries of a turn are searched once; every rollout
-    has its own rank.
+    Of a rewrite: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). What failed for a
+    technical reason, in the engine or in a search, has no reward and is left out.
     """
-    texts = [prompts.decode_response(tokenizer, r.response_ids) for r in rollouts]
-    parsed = [parse_response(text, cfg.parser) for text in texts]
-    queries = []
-    for r, p in zip(rollouts, parsed):
-        sound = p.well_formed and r.end != "engine_error"
-        queries.append((r.group_id, data.one_line(p.rewrite)) if sound else None)
-    searched = [query for query in dict.fromkeys(queries) if query]
-    golds = [turns[group].gold_ids for group, _ in searched]
-    # every rank asks, if only for nothing: an index across the ranks needs all of them
-    ranks = dict(zip(searched, retriever.gold_ranks([text for _, text in searched], golds)))
-    scores = []
-    for r, text, p, query in zip(rollouts, texts, parsed, queries):
-        rank, reward = ranks.get(query), None
-        search_failed = rank is not None and math.isnan(rank)  # search.passages.FAILED
-        if r.end != "engine_error" and not search_failed:
-            reward = score_rewrite(text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
-        rank = None if search_failed else rank
-        figures = {"rewrite": p.rewrite, "well_formed": p.well_formed, "rank": rank}
-        scores.append(Score(text, reward, figures))
-    return scores
+    answers = [run.task.read(r) for r in rollouts]
+    figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
+    rewards = [None if a.failed else run.task.reward(a, f) for a, f in zip(answers, figures)]
+    return [Score(a.text, reward, f) for a, reward, f in zip(answers, rewards, figures)]
 
 
 def rollout_advantages(
@@ -369,8 +284,7 @@ def rollout_advantages(
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
             f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights "
-            f"that are not finite), {len(scores) - engine} in the retriever; mend that, and the "
-            "same command resumes"
+            f"that are not finite), {len(scores) - engine} in searches; mend that and resume"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     groups = torch.tensor([rollouts[i].group_id for i in kept])
@@ -383,7 +297,7 @@ def build_updates(
 ) -> list[Update]:
     """Groups dealt out to the ranks and packed, with the reference's log-probabilities.
 
-    Without KL and entropy bonus the sequences of flat groups have no gradient and stay out.
+    Without KL and entropy bonus flat groups have no gradient and stay out.
     """
     cfg = run.cfg
     batch = training_batch(*deal_out(rollouts, advantages, run.dist), run.engine.pad_id)
@@ -412,7 +326,7 @@ def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,), and
-    the largest difference to the engine's log-probabilities, (). Nothing waits for the device."""
+    the largest difference to the engine, ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
@@ -444,8 +358,8 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    The policy stays in eval mode: nothing may change of what sampled. A step in which no sequence
-    has a gradient is none: neither momentum nor weight decay moves the weights.
+    A step in which no sequence has a gradient is none: neither momentum nor weight decay moves the
+    weights.
     """
     if len(updates) > 1:  # with one the policy has not moved: the update's own numbers serve
         with torch.no_grad():
@@ -482,13 +396,13 @@ def update(
 
 
 def sync_engine(run: Run) -> None:
-    """Send the policy's weights to the engine, in its dtype, and let it sample again."""
+    """Send the policy's weights to the engine and let it sample again."""
     dtype = torch.bfloat16 if run.dist.device.type == "cuda" else None
     run.engine.sync_weights(distributed.full_parameters(run.policy, dtype))
     run.engine.wake()
 
 
-# ======================================================================================= the loop
+# ==================== the loop
 
 
 def main(cfg: GRPOConfig) -> dict | None:
@@ -510,28 +424,28 @@ def main(cfg: GRPOConfig) -> dict | None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of greedy responses to the dev items, on all ranks; keeps the best policy."""
+    """Figures of greedy responses to the dev items of all ranks; keeps the best policy."""
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
-    rollouts = sample(run, [run.dev_prompts[i] for i in mine], [greedy] * len(mine))
-    figures = training.dev_figures(run, rollouts, [run.dev[i] for i in mine])
-    training.keep_best(run, step, figures[run.metric])
+    rollouts = run.task.rollouts(run.engine, [run.dev_prompts[i] for i in mine], greedy)
+    found = run.task.validate(rollouts, [run.dev[i] for i in mine], run.dev)
+    figures = {f"dev_{key}": value for key, value in found.items()}
+    training.keep_best(run, step, figures[run.task.best])
     seconds = time.perf_counter() - began
     distributed.print0(validation_line(figures, step, run.steps, run.best, seconds))
     return figures
 
 
 def check_config(cfg: GRPOConfig, world: int) -> None:
-    """Everything that can be known to be wrong before a model is loaded; raises ConfigError."""
+    """ConfigError for settings that cannot work; loads nothing."""
     config.check_ranges(cfg)
     config.check_given(cfg, "model", "train", "out")
     share, left_over = divmod(cfg.prompts_per_step, world)
-    episodes, gold = cfg.task != "rewrite", cfg.episode.gold_reward
     wrong = ""
     if left_over:
         wrong = (
-            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are never "
+            f"prompts_per_step={cfg.prompts_per_step} over {world} processes: groups are not "
             f"split; give a multiple, such as {max(1, share) * world}"
         )
     elif cfg.updates_per_batch > share * cfg.group_size:
@@ -541,18 +455,19 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
         )
     elif cfg.lora.dropout:
         wrong = (
-            f"lora.dropout={cfg.lora.dropout}: another policy than the one that sampled would "
-            "be trained; set lora.dropout=0"
+            f"lora.dropout={cfg.lora.dropout}: another policy than what sampled would be trained; "
+            "set lora.dropout=0"
         )
-    elif episodes and gold != "none" and not cfg.qrels:
-        wrong = f"episode.gold_reward={gold} needs the gold passages: give qrels=[FILE, …]"
+    elif cfg.episode.gold_reward != "none" and not cfg.qrels:
+        wrong = (
+            f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give "
+            "qrels=[FILE, …]"
+        )
     if wrong:
         raise config.ConfigError(wrong)
     check_trackers(cfg.log_to)
     runs.claim_folder(cfg.out, "grpo.py")
-    check_engine(cfg.engine, equal_calls=not episodes)
-    if episodes:
-        episode.check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
+    check_task(cfg)
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:

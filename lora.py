@@ -93,7 +93,7 @@ def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXA
     """peft's LoraConfig of an adapter's folder.
 
     ModelError for a field that is not `known` and differs from peft's default, and for an
-    initialisation not in `starts`: it changes the base model in a way that loading cannot repeat.
+    initialisation not in `starts`: it changes the base model for good.
     """
     path = os.path.join(folder, "adapter_config.json")
     values = _read_config(path)
@@ -113,7 +113,7 @@ def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXA
 
 
 def _inject(model: nn.Module, settings, name: str) -> None:
-    """Put peft's layers with a float32 adapter `name` into the model."""
+    """Put a float32 adapter into the model."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are meant
         _peft().inject_adapter_in_model(settings, model, name)
@@ -143,7 +143,7 @@ def _fill(model: nn.Module, folder: str, name: str) -> None:
 def _misfit(folder: str, reason: str) -> ModelError:
     return ModelError(
         f"{folder}: its weights do not fit {adapter_base(folder)} and its adapter_config.json "
-        f"({reason}); mend base_model_name_or_path there, or export it again"
+        f"({reason}); mend base_model_name_or_path, or export it again"
     )
 
 
@@ -175,9 +175,8 @@ def add_adapter(
 ) -> None:
     """Freeze the model and put a float32 LoRA adapter beside its linear layers, in place.
 
-    A new adapter has A at random (of `seed`) and B = 0; with `folder` it is the one there, which
-    must have the same r, alpha and target. `keep_start`: also a frozen copy of that one, for
-    `starting_weights`. ModelError for layers that can't have an adapter, and for one that differs.
+    A new one has A at random (of `seed`) and B = 0; `folder` holds one with the same r, alpha and
+    target. `keep_start`: also a frozen copy of that one, for `starting_weights`.
     """
     head = model.get_output_embeddings()
     target = lora.target.split(",") if isinstance(lora.target, str) else lora.target
@@ -212,8 +211,8 @@ def add_adapter(
             for x in (there, wanted)
         )
         raise ModelError(
-            "{} is an adapter with {}; lora asks for {}: set the same to go on with it, or merge "
-            "it and start a new one".format(folder, *texts)
+            "{} is an adapter with {}; lora asks for {}: set the same, or merge it and start a new "
+            "one".format(folder, *texts)
         )
     for name in adapters if folder else ():
         _fill(model, folder, name)
@@ -238,10 +237,8 @@ def adapter_dropout(model: nn.Module, on: bool) -> None:
 
 
 def _activate(model: nn.Module, name: str | None) -> None:
-    """Let the LoRA layers compute with this adapter, or with none; what is trained stays the same.
-
-    PEFT's switches change requires_grad, which FSDP reads once, at the first forward pass.
-    """
+    """Let the LoRA layers compute with this adapter, or with none; requires_grad, which PEFT's
+    switches change, stays: FSDP reads it once."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
@@ -254,8 +251,8 @@ def _activate(model: nn.Module, name: str | None) -> None:
 
 @contextlib.contextmanager
 def starting_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block a model with an adapter computes as before the adapter was trained: without
-    a new one, with the frozen copy of an earlier one. Other models stay as they are."""
+    """Within the block a model with an adapter computes as before its training: without a new one,
+    with the frozen copy of an earlier one."""
     start = START if any(f".{START}." in name for name, _ in model.named_parameters()) else None
     _activate(model, start)
     try:

@@ -40,8 +40,8 @@ def _reason(path: str, e: Exception) -> str:
 def load_tokenizer(path: str):
     """The tokenizer of a local folder or a hub name; of an adapter's folder without one its base's.
 
-    ModelError where there is none in files (the library would invent one of a few tokens), and for
-    one with tokens that the model has no embeddings for.
+    ModelError where there is none in files (the library would invent one), and for one with tokens
+    that the model has no embeddings for.
     """
     base = adapter_base(path)
     has_own = os.path.exists(os.path.join(path, "tokenizer.json"))
@@ -56,16 +56,16 @@ def load_tokenizer(path: str):
             raise ValueError(f"it has no tokenizer.json{other}")
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(
-            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder with "
-            "its files or a reachable hub name"
+            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder or a "
+            "reachable hub name"
         ) from e
     special = set(tokenizer.all_special_tokens)  # padding may lie outside: it is replaced by EOS
     largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)
     if largest >= (size := model.get_text_config().vocab_size):
         raise ModelError(
             f"the tokenizer at {source!r} has token {largest} "
-            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size} "
-            "that the model has embeddings for; use the model's own tokenizer"
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}), outside the vocabulary of {size}; "
+            "use the model's own tokenizer"
         )
     return tokenizer
 
@@ -85,9 +85,8 @@ def load_causal_lm(
 
     A folder in PEFT's format gives the model it was trained on with the adapter merged into it in
     float32, or beside it with `merge` false. With `lora.r` the model is frozen in `dtype` and has a
-    float32 adapter to train (`add_adapter`): a new one made with `seed`, or that of the folder.
-    ModelError for a path that holds no model, for weights that are damaged, missing or of other
-    shapes than the config says, and what prepare_causal_lm refuses.
+    float32 adapter to train: a new one made with `seed`, or that of the folder. ModelError for a
+    path without a model, for damaged or missing weights, and for what prepare_causal_lm refuses.
     """
     base = adapter_base(path) or path
     trained = lora is not None and lora.r is not None
@@ -134,17 +133,16 @@ def prepare_causal_lm(
     """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, FSDP's
     method.
 
-    `gradient_checkpointing`: share of the decoder layers, evenly spread, whose activations are
-    recomputed in the backward pass. `compiled`: decoder layers and head go through torch.compile
-    (at the first pass, a minute). ModelError, with `name`, for heads that do more than one matrix
-    product and for layers that are not plain attention.
+    `gradient_checkpointing`: share of the decoder layers, evenly spread, that recompute their
+    activations. `compiled`: decoder layers and head go through torch.compile. ModelError for heads
+    that do more than one matrix product and for layers that are not plain attention.
     """
     config, way_out = model.config, "use a Qwen2/2.5/3, Llama or SmolLM2 model"
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if (value := getattr(config, key, None)) not in (None, 1, 1.0):
             raise ModelError(
-                f"{name}: the config sets {key}={value}: its logits are not head(hidden states), "
-                f"which token_logprobs computes; {way_out}"
+                f"{name}: the config sets {key}={value}: its logits are not head(hidden states); "
+                f"{way_out}"
             )
     odd = set(getattr(config.get_text_config(), "layer_types", None) or ())
     odd -= {"full_attention", "sliding_attention", "chunked_attention"}
@@ -167,8 +165,8 @@ def prepare_causal_lm(
     model.compiled_layers = compiled
     for i, layer in enumerate(decoder_layers(model)):
         if compiled:
-            # Not the call: FSDP's hooks stay outside. Not dynamic=True, which makes the head size a
-            # variable as well (flex attention of torch 2.11 does not lower then).
+            # Not the call: FSDP's hooks stay outside. Not dynamic=True: flex attention of torch
+            # 2.11 does not lower with a variable head size.
             layer.forward = compile_function(layer.forward, DYNAMIC)
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
@@ -178,7 +176,7 @@ def prepare_causal_lm(
 
 
 def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
-    """`forward`, which keeps its inputs alone and runs again in the backward pass."""
+    """`forward`, run again in the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

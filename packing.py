@@ -299,8 +299,8 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One CPU thread for torch's operations: laying out a batch takes many on small tensors, which
-    32 cores of a busy host slowed down to 0.45 s (bench/results/layout_profile.txt)."""
+    """One CPU thread: laying out a batch takes many operations on small tensors, which 32 cores
+    slowed down to 0.45 s (bench/results/layout_profile.txt)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -318,7 +318,7 @@ def pack(
     groups: tuple[Tensor, Tensor] | None,
     layout: str | None = None,
 ) -> Packed:
-    """Lay out what `token_logprobs` takes, best on the CPU, as `layout` or choose_layout says."""
+    """Lay out what `token_logprobs` takes, as `layout` or choose_layout says."""
     device, _ = computes_on(model)
     keep = (torch.ones_like(tokens[:, 1:]) if positions is None else positions).bool()
     targets, entries = tokens[:, 1:][keep], keep.nonzero().t()

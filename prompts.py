@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from typing import Iterable
 
 import jinja2
@@ -42,8 +43,8 @@ def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
 
 
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The self-distillation chat (Fig. 6): the instruction, then each example (a Turn with a
-    `response`) as a turn, which keeps a small model to the form; the paper has one message."""
+    """The self-distillation chat (Fig. 6): the instruction, then each example as a turn, which
+    keeps a small model to the form; the paper has one message."""
     messages = []
     for shown in [*examples, turn]:
         lines = ["Conversation:"] if shown.context else ["Conversation:", "(nothing yet)"]
@@ -128,7 +129,7 @@ def search_text(messages: list[dict]) -> str:
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
     """A chat for a template without tools: schemas in the system message, calls in texts, results
-    as user messages. bare: calls are the JSON alone."""
+    from the user. bare: calls are the JSON alone."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
     form = CALL_FORM if bare else f"<tool_call>\n{CALL_FORM}\n</tool_call>"
@@ -148,13 +149,13 @@ def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> 
 
 
 def call_text(name: str, arguments: dict, bare: bool = False) -> str:
-    """A call as JSON {"name", "arguments"} in the tags of the hermes form; bare: without them."""
+    """A call as JSON in the tags of the hermes form; bare: without them."""
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return text if bare else f"<tool_call>\n{text}\n</tool_call>"
 
 
 def thoughts_and_content(message: dict) -> str:
-    """An assistant's message as one text, without the calls that `tool_calls` holds as well."""
+    """An assistant's message as one text, without calls that `tool_calls` holds."""
     content, thoughts = message["content"], message.get("reasoning_content")
     if message.get("tool_calls"):
         content = before_calls(content).rstrip()
@@ -241,6 +242,24 @@ def render_chat(
         ) from e
 
 
+def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
+    """Does the chat template write tool schemas, and results of tools, into its text?"""
+    roles = {"user": "u", "assistant": "a", "tool": "t7t"}
+    chat = [{"role": role, "content": content} for role, content in roles.items()]
+    try:
+        plain, text = (
+            render_chat(tokenizer, chat[:1]),
+            render_chat(tokenizer, chat, schemas),
+        )
+    except DataError as e:
+        if not tokenizer.chat_template:
+            raise
+        print(f"tools go into the system message: {e}", file=sys.stderr)
+        return False
+    names = [schema["function"]["name"] for schema in schemas]
+    return all(text.count(name) > plain.count(name) for name in [*names, "t7t"])
+
+
 def answer_header(tokenizer) -> str:
     """What the template writes where an answer begins."""
     chat = [{"role": "user", "content": "u"}]
@@ -251,10 +270,8 @@ def answer_header(tokenizer) -> str:
 def render_around(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> list[str]:
-    """The text of a chat around the assistant's turns: what stands before each, behind the last.
-
-    The template sees random placeholders, because some cut the thoughts off earlier turns.
-    """
+    """The text of a chat before each of the assistant's turns, and behind the last: the template
+    sees random placeholders, because some cut the thoughts off earlier turns."""
     chat, marks = [], []
     for m in messages:
         if m["role"] == "assistant":
@@ -276,7 +293,7 @@ def _left_out(tokenizer, role: str) -> DataError:
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a user's text or of messages; the template writes BOS where a model wants it."""
+    """Token ids of a user's text or of messages, with BOS if the template writes it."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
     turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
@@ -305,21 +322,21 @@ def encode_text(tokenizer, text: str) -> list[int]:
 
 
 def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
-    """Ids that end a response: the tokenizer's own, then the generation config's (int or list)."""
+    """Ids that end a response: the tokenizer's own, then the generation config's."""
     listed = getattr(generation_config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
     if not ids:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path} has no EOS token, so that responses never "
-            "end; set eos_token"
+            f"the tokenizer of {tokenizer.name_or_path} has no EOS token: responses never end; set "
+            "eos_token"
         )
     return ids
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none, or none among
-    the `vocabulary` embeddings."""
+    """What fills the unused part of a row: the pad token, or EOS where there is none among the
+    `vocabulary` embeddings."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
@@ -341,8 +358,8 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, EOS added; encoded
-    apart, as in a rollout: no token spans the border."""
+    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, with EOS; encoded
+    apart, as in a rollout."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

@@ -53,8 +53,8 @@ def _parse_paper(text: str) -> Parsed:
     r"""The original's two searches in training (its `rewrite_r1.py`), bodies as written.
 
     Format: `<think>.*?</think>\n<rewrite>.*?</rewrite>$` matched at character 0; dot matches
-    newline, `$` every line end. Text: the first rewrite block anywhere, also of a wrong format.
-    Written with `find`: the expression takes quadratic time on repeated tags.
+    newline, `$` every line end. Text: the first rewrite block anywhere. Written with `find`: the
+    expression takes quadratic time on repeated tags.
     """
     rewrite = _first_block(text, "rewrite")
     joint = "</think>\n<rewrite>"
@@ -67,8 +67,8 @@ def _parse_paper(text: str) -> Parsed:
 
 
 def parse_paper_inference(text: str) -> Parsed:
-    """The original's searches at inference (its `infer.py`): the first closed think block and the
-    first closed rewrite block anywhere, in any order, as written."""
+    """The original's searches at inference (its `infer.py`): the first closed block of either kind,
+    anywhere, as written."""
     think, rewrite = (_first_block(text, name) for name in ("think", "rewrite"))
     return Parsed(think, rewrite, think is not None and rewrite is not None)
 
@@ -79,7 +79,7 @@ def _first_block(text: str, name: str) -> str | None:
     return body if opening and closing else None
 
 
-# ------------------------------------------------------------------------------------- rank rewards
+# ---- rank rewards
 
 
 def _rank(rank: int | None) -> float:
@@ -150,7 +150,7 @@ def score_rewrite(
     return REWARDS[reward](rank) if parse_response(text, parser).well_formed else malformed_reward
 
 
-# ------------------------------------------------------------------------------------------ answers
+# ---- answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -161,9 +161,8 @@ ANSWER_METRICS = ("em", "f1", "acc", "precision", "recall")  # in the order of F
 def normalize_answer(s: str) -> str:
     """Fold, lower-case, delete ASCII punctuation, blank out a, an, the, collapse blanks (SQuAD).
 
-    "1,000" is "1000" and "3.5" is "35"; accents count: "Cafe" is not "Café". Folding is ours, the
-    SQuAD scorer lacks it: NFKC (composed accents, full width, ligatures) without format characters
-    (category Cf: zero width, direction marks, soft hyphen, BOM).
+    "1,000" is "1000"; accents count: "Cafe" is not "Café". Folding, which the SQuAD scorer lacks,
+    is NFKC (composed accents, full width, ligatures) without format characters (soft hyphen, BOM).
     """
     return _without_articles(_plain(s))
 
@@ -285,15 +284,13 @@ _SEARCH_TAGS = re.compile(r"<result>.*?</result>|</?(?:think|search|result|answe
 _SEARCH_FORM = re.compile(r"(?:<think></think>|<search></search>result)*<answer></answer>")
 
 
-def check_search_format(text: str, results: int | None = None) -> bool:
+def check_search_format(text: str) -> bool:
     r"""Is this response a well-formed search trajectory (ReSearch)?
 
     The blocks think, search, result and answer do not nest; text around them is free. At least one
     think block; one result block after each search block and nowhere else, whose content is not
-    read; one answer block, the last, with a matched `\boxed{…}`. That the response ended with EOS
-    is for the caller to check.
-
-    results: how many result blocks were inserted; the text cannot show that the model invented one.
+    read; one answer block, the last, with a matched `\boxed{…}`. The text cannot show that the
+    model invented a result, or ended with EOS.
     """
     if text.rfind("<result>") > text.rfind("</result>"):  # not closed
         return False
@@ -301,7 +298,6 @@ def check_search_format(text: str, results: int | None = None) -> bool:
     return (
         _SEARCH_FORM.fullmatch("".join(tags)) is not None
         and "<think>" in tags
-        and results in (None, tags.count("result"))
         and extract_boxed(extract_answer(text)) is not None
     )
 
@@ -316,14 +312,13 @@ def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
     own = "".join(text for text, written in segments if written)
     if "<result>" in own or "</result>" in own:
         return False
-    text = "".join(text if written else "<result></result>" for text, written in segments)
-    return check_search_format(text, sum(not written for _, written in segments))
+    return check_search_format(
+        "".join(text if written else "<result></result>" for text, written in segments)
+    )
 
 
-def score_answer(
-    prediction: str | None, golds: str | Iterable[str], well_formed: bool, reward: str
-) -> float:
-    """What the answer of an episode earns (None: there was none).
+def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:
+    """What the answer of an episode earns for its `answer_metrics`.
 
     research   0 unless well formed (its end with EOS included), then the F1, or 0.1 where that is 0
                (ReSearch's code; its paper has no format gate)
@@ -331,7 +326,7 @@ def score_answer(
     f1         F1 without a format gate (DeepSearch-RL, whose code doubles that of the first gold)
     """
     if reward == "research":
-        return (f1_score(prediction, golds) or 0.1) if well_formed else 0.0
+        return (scores["f1"] or 0.1) if well_formed else 0.0
     if reward not in ("em", "f1"):
         raise ValueError(f"reward is {reward!r}; choose one of research, em, f1")
-    return answer_metrics(prediction, golds)[reward]
+    return scores[reward]

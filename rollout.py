@@ -9,15 +9,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from config import check_ranges
 from engines.base import EngineConfig, Rollout, RolloutError, Sampling  # noqa: F401
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine, check_vllm
-from lora import adapter_base
+from lora import ModelError, adapter_base, first_line
 from model import load_causal_lm, prepare_causal_lm
 from packing import one_thread
+from prompts import eos_token_ids, pad_token_id
 
 
 class EngineGap(RuntimeError):
@@ -27,7 +28,7 @@ class EngineGap(RuntimeError):
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for settings that cannot work; equal_calls: all processes call it equally often."""
+    """Raise for settings that cannot work; equal_calls: of all processes."""
     check_ranges(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (
@@ -39,6 +40,24 @@ def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
             raise RolloutError(f"engine.tensor_parallel={cfg.tensor_parallel} has to be {rule}")
     if cfg.kind == "vllm":
         check_vllm()
+
+
+def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
+    """The ids that end a model's response, and what fills unused places."""
+    model = adapter_base(model) or model
+    try:
+        settings = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise ModelError(
+            f"no model at {model!r}: {first_line(e)}; give a Hugging Face folder or a reachable "
+            "hub name"
+        ) from e
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:  # it has none: transformers then reads config.json
+        generation = GenerationConfig.from_model_config(settings)
+    eos = eos_token_ids(tokenizer, generation)
+    return eos, pad_token_id(tokenizer, eos, settings.get_text_config().vocab_size)
 
 
 def open_engine(
@@ -53,10 +72,10 @@ def open_engine(
     dtype: torch.dtype = torch.float32,
     weights: bool = True,
 ) -> TorchEngine | VLLMEngine:
-    """The engine that `cfg` asks for, over a Hugging Face folder or hub name, one for each process.
+    """The engine that `cfg` asks for, over a Hugging Face folder or hub name; an adapter is merged.
 
     `max_length`: tokens of a prompt and its response; `seed`: of draws without one of their own.
-    Without `weights` the first `sync_weights` brings them. An adapter means its merged weights.
+    Without `weights` the first `sync_weights` brings them.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder

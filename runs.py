@@ -51,8 +51,7 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """A temporary folder that takes the name `path` when the block ends well, and is removed when
-    it doesn't."""
+    """A temporary folder that takes the name `path` if the block ends well."""
     path = path.rstrip("/")
     temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -72,8 +71,7 @@ def atomic_folder(path: str):
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; their number. ValueError for NaN and infinity: not
-    JSON."""
+    """Write rows as JSONL, whole or not at all; their number. ValueError for NaN and infinity."""
     count = 0
     with atomic_write(path) as f:
         for count, row in enumerate(rows, 1):
@@ -87,7 +85,7 @@ def write_json(path: str, value: dict) -> None:
 
 
 def read_json(path: str) -> dict | None:
-    """The object in a JSON file; None where there is none. DataError for a damaged one."""
+    """The object in a JSON file; None where there is none."""
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as f:
@@ -99,9 +97,8 @@ def only_writer(folder: str, name: str = "", rank: int = 0):
     """Within the block no other process writes `folder`, or the output `name` in it; clears what a
     killed one left.
 
-    DataError where another process does. The lock, the folder's own or a file `<name>.lock`, goes
-    with the process; of several processes rank 0 holds it. A folder made here goes again if it
-    stays empty.
+    The lock, the folder's own or a file `<name>.lock`, goes with the process; rank 0 holds it. A
+    folder made here goes again if it stays empty.
     """
     if rank:
         yield
@@ -146,7 +143,7 @@ OWN_KEYS = {
 
 
 def folder_owner(folder: str) -> str:
-    """The tool that made an output folder, as its files tell; empty where they do not."""
+    """The tool that made an output folder, if its files tell."""
     if os.path.exists(os.path.join(folder, "made.json")):
         return "prepare.py"
     if any(os.path.exists(os.path.join(folder, kind, "meta.json")) for kind in ("dense", "bm25")):
@@ -160,7 +157,7 @@ def folder_owner(folder: str) -> str:
 
 
 def claim_folder(out: str, tool: str) -> None:
-    """ConfigError where `out` is a file, or a folder that another tool is known to have made."""
+    """ConfigError where `out` is a file, or a folder of another tool."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
@@ -197,7 +194,7 @@ def begin_metrics(path: str, last: int | None) -> list[dict]:
 
 
 def append_metrics(path: str, row: dict) -> None:
-    """Add a row of figures to a log; those that are not finite, which JSON lacks, become null."""
+    """Add a row of figures to a log; those that are not finite become null."""
     lost = [key for key, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
     finite = row | dict.fromkeys(lost)
     with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
@@ -205,7 +202,7 @@ def append_metrics(path: str, row: dict) -> None:
 
 
 def keep_steps(folder: str, done: int) -> None:
-    """Remove from a folder of rollouts what is not of the steps that are done, or half-written."""
+    """Remove from a folder of rollouts all but the whole files of the steps that are done."""
     kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
     for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
         if os.path.basename(path) not in kept:
@@ -213,12 +210,11 @@ def keep_steps(folder: str, done: int) -> None:
 
 
 def fingerprint(path: str) -> str:
-    """Digest of a file's content, or of a folder's files (subfolders left out); a hub name stands
-    for itself.
+    """Digest of a file's content, or of a folder's files (no subfolders) and an adapter's base
+    model; a hub name stands for itself.
 
-    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: quick for any model,
-    and training changes all of a model's weights. An adapter's folder stands for its base model
-    too.
+    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: training changes all
+    of a model's weights.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
@@ -250,8 +246,7 @@ def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
 
 
 def changed_setting(before: dict, now: dict) -> str:
-    """What the first setting that differs was and is, files compared by content alone; empty where
-    none does."""
+    """What the first setting that differs was and is, files compared by content alone."""
 
     def split(value: object) -> tuple:  # (what to show, what to compare)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]
@@ -267,7 +262,7 @@ def changed_setting(before: dict, now: dict) -> str:
 
 def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
     """Make way for an output: remove the files of these patterns on `overwrite`, else DataError
-    where other settings than `now` began them; store `now` at `meta`. One process calls it."""
+    where other settings than `now` began them; store `now` at `meta`."""
     there = [path for pattern in outputs for path in glob.glob(pattern)]
     for path in there if overwrite else []:
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)

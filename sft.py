@@ -1,8 +1,7 @@
 """Supervised fine-tuning, and the warm-up that makes its targets (arXiv 2505.15776 §3.3).
 
-`stage=sample`: the model answers the training turns with the few-shot prompt; responses that parse
-and find the gold passage at rank <= max_rank become records (targets.py). `stage=train`: records,
-or trajectories of the tasks search and agent, are trained with the zero-shot prompt; the epoch with
+`stage=sample`: the model answers the training turns (targets.py). `stage=train`: these records, or
+trajectories of the tasks search and agent, are trained with the zero-shot prompt; the epoch with
 the lowest held-out loss is exported. `stage=all`: both. `stage=merge`: a LoRA adapter becomes a
 whole model. Shapes: B sequences, T predicted positions.
 """
@@ -27,12 +26,12 @@ import runs
 import targets
 import training
 from batching import MicroBatch, assign_groups, plan_updates, training_batch
-from config import ConfigError, above, at_least, between
+from config import ConfigError, at_least, between
 from data import DataError
 from distributed import Dist, print0
 from engines.base import EngineConfig, Rollout
 from episodes import trajectories
-from lora import LoRAConfig, ModelError, adapter_base, adapter_dropout
+from lora import ModelError, adapter_base, adapter_dropout
 from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer
 from packing import packed_logprobs
 from prompts import INSTRUCTION, eos_token_ids, pad_token_id
@@ -40,23 +39,16 @@ from retriever import RetrieverConfig
 from rollout import check_engine
 from scoring.trackers import check_trackers
 from targets import Example
-from training import BETAS, Clock, Stopped, load_policy
+from training import Clock, Stopped, TrainConfig, load_policy
 
 
 @dataclass
-class SFTConfig:
+class SFTConfig(TrainConfig):
     stage: Literal["all", "sample", "train", "merge"] = "all"
     """sample: write records; train: on records; all: both; merge: an adapter and its base →
     `out`"""
-    model: str = ""
-    """Hugging Face folder or hub name of an instruct model, or an adapter's folder"""
-    out: str = ""
-    """folder of this run"""
     overwrite: bool = False
     """remove what an earlier run of the same stage left in `out`"""
-    seed: int = 0
-    """of the draws, the choice of turns, the held-out split and the order of training"""
-
     turns: str = ""
     """sample: turns file with gold passages"""
     instruction: str = ""
@@ -87,43 +79,19 @@ class SFTConfig:
     records: str = ""
     """train: turns with `response`, or trajectories; empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
-    """train: on `response`, or on the human `rewrite` behind a think block of the words it adds"""
+    """train: on `response`, or on the human `rewrite` behind the words that it adds"""
     max_length: Annotated[int, at_least(1)] = 3072
     """train: longer rows (prompt and response, in tokens) are dropped and counted"""
     heldout_fraction: Annotated[float, between(0, 0.999)] = 0.1
-    """train: share of the conversations that is held out: above 0 at least one, of two or more"""
+    """train: share of the conversations that is held out, above 0 at least one of them"""
     epochs: Annotated[int, at_least(1)] = 2
     """train: passes over the records"""
     sequences_per_step: Annotated[int, at_least(1)] = 64
     """train: sequences of a step, over all processes; an epoch's last takes what is left"""
-    micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """train: tokens per forward pass and process; never changes the result"""
-    lr: Annotated[float, above(0)] = 1e-5
-    """train: peak learning rate"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """train: what follows the warm-up"""
     warmup_fraction: Annotated[float, between(0, 1)] = 0.1
     """train: share of the steps with a rising learning rate"""
-    betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.95])
-    """train: AdamW's"""
-    weight_decay: Annotated[float, at_least(0)] = 0.01
-    """train: AdamW's"""
-    max_grad_norm: Annotated[float, above(0)] = 1.0
-    """train: gradients are scaled down to this norm"""
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """train: an adapter; `model` may be an adapter's folder, which is then trained further"""
-    gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """train: share of the layers that recompute activations: less memory, more work"""
-    compile: bool = True
-    """train, on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
-    save_every: Annotated[int, at_least(1)] = 50
-    """train: steps between checkpoints"""
-    keep_checkpoints: Annotated[int, at_least(1)] = 2
-    """train: how many of the newest stay"""
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """train, merge: dtype of the exported weights; an adapter's is float32"""
-    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """train: trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 TRAIN_KEYS = (  # what changes the result
@@ -143,7 +111,7 @@ class Run(training.Run):
     pad_id: int
 
 
-# ======================================================================================= one step
+# ==================== one step
 
 
 def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
@@ -162,7 +130,7 @@ def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Exampl
 def step_batches(
     model: nn.Module, rows: list[Example], budget: int, pad_id: int, dist: Dist
 ) -> list[MicroBatch]:
-    """This process's share of `rows` in micro-batches of up to `budget` tokens."""
+    """This process's share of `rows`, in micro-batches."""
     sizes = {i: len(row.tokens) for i, row in enumerate(rows)}
     owners = assign_groups([sizes] + [{}] * (dist.world - 1))
     mine = [i for (_, i), owner in sorted(owners.items()) if owner == dist.rank]
@@ -188,10 +156,10 @@ def train_step(
     max_grad_norm: float,
     world: int = 1,
 ) -> tuple[float, float]:
-    """One update on this process's `batches`; `tokens`: trained tokens over all processes.
+    """One update by the loss -Σ log p / tokens; `tokens`: trained ones over all processes.
 
-    The loss is -Σ log p / tokens. Returns (this process's part of it, gradient norm before
-    clipping); where the norm is not finite nothing was updated.
+    Returns (this process's part of the loss, gradient norm before clipping); where the norm is not
+    finite nothing was updated.
     """
 
     def loss(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +176,7 @@ def train_step(
 
 
 def fit(run: Run, step: int) -> dict:
-    """Take optimizer step `step` (from 0) over all processes; its log row."""
+    """Take optimizer step `step`, from 0; its log row."""
     cfg, clock, batch = run.cfg, Clock(run.dist.device), step_examples(run.rows, step, run.cfg)
     tokens = sum(sum(row.loss_mask) for row in batch)
     lr = lr_at(step, cfg.lr, math.ceil(run.steps * cfg.warmup_fraction), run.steps, cfg.schedule)
@@ -232,12 +200,12 @@ def fit(run: Run, step: int) -> dict:
     }
 
 
-# ======================================================================================= the loop
+# ==================== the loop
 
 
 @torch.no_grad()
 def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float]:
-    """{"heldout_loss" (nats a token), "heldout_accuracy"} over all processes' trained tokens."""
+    """Loss in nats a token, and accuracy, over all processes' trained tokens."""
     sums = [0.0, 0.0, 0.0]
     for micro in batches:
         logprobs, top = packed_logprobs(model, micro.packed, extra="top")  # zero where not trained
@@ -246,13 +214,13 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
     nll, correct, tokens = distributed.all_reduce_sum(sums)
     if not math.isfinite(nll):
         raise Stopped(
-            f"the held-out loss is {nll}: the weights are damaged; lower lr, or take another model"
+            f"the held-out loss is {nll}: damaged weights; lower lr, or take another model"
         )
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of the held-out rows; keeps the epoch of the lowest loss, without them the last."""
+    """Figures of the held-out rows; keeps the best epoch, without such rows the last."""
     figures = heldout_loss(run.policy, run.heldout) if run.heldout else {}
     if step:
         value = -figures["heldout_loss"] if figures else step
@@ -269,16 +237,15 @@ def records_path(cfg: SFTConfig) -> str:
 
 def train(cfg: SFTConfig, dist: Dist) -> dict:
     """Train on the records, into `<out>/final`; returns what result.json holds."""
-    path, result_path = records_path(cfg), os.path.join(cfg.out, "result.json")
+    path = records_path(cfg)
     agentic = trajectories.holds_trajectories(path)
     if agentic and cfg.target != "response":
         raise ConfigError(f"target={cfg.target} is for turns, but {path} holds trajectories")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     settings = runs.settings(cfg, TRAIN_KEYS, ("model", "instruction"))
     settings["records"] = runs.path_with_digest(path)
-    outputs = ("metrics.jsonl", "checkpoint_*", "final", "result.json", "report.html")
-    targets.begin_stage(cfg, dist, "train", settings, outputs)
-    if result := targets.read_result(result_path):
+    outputs = "metrics.jsonl", "checkpoint_*", "final", "report.html", "result.json"
+    if result := targets.begin_stage(cfg, dist, "train", settings, *outputs):
         return result
     tokenizer = load_tokenizer(cfg.model)
     examples, dropped = targets.make_examples(records, tokenizer, cfg, path, agentic)
@@ -310,7 +277,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
         **{key: value for key, value in run.best.items() if key not in ("value", "step")},
     }
     if dist.rank == 0:
-        runs.write_json(result_path, result)
+        runs.write_json(os.path.join(cfg.out, "result.json"), result)
         report.run_page(cfg.out)
     return result
 
@@ -347,7 +314,7 @@ def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, hel
 
 
 def check_fit(model: nn.Module, tokenizer, examples: list[Example], cfg: SFTConfig) -> int:
-    """The size of the model's vocabulary; DataError or ConfigError where a row does not fit."""
+    """The size of the model's vocabulary; an error where a row does not fit."""
     vocabulary = model.get_input_embeddings().num_embeddings
     largest, longest = max(max(e.tokens) for e in examples), max(len(e.tokens) for e in examples)
     if largest >= vocabulary:
@@ -362,8 +329,7 @@ def check_fit(model: nn.Module, tokenizer, examples: list[Example], cfg: SFTConf
     if longest > positions:  # packed attention has no sliding window
         raise ConfigError(
             f"a row of {records_path(cfg)} has {longest} tokens, but {cfg.model} {positions} "
-            f"positions (or so wide a sliding window); set max_length={positions}: longer rows "
-            "are then dropped"
+            f"positions (or so wide a sliding window); drop such rows: max_length={positions}"
         )
     return vocabulary
 
@@ -373,11 +339,8 @@ MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}  # mean nats a token; rounding 
 
 @torch.no_grad()
 def merge(cfg: SFTConfig, dist: Dist) -> dict:
-    """Write an adapter and its base as one Hugging Face folder, merged in float32, rounded once.
-
-    Both run in the written dtype on a text of the project: returns the mean |difference| of their
-    log-probabilities, and the share of equal most probable tokens.
-    """
+    """Write an adapter and its base as one Hugging Face folder, merged in float32, rounded once;
+    returns how far the two are apart on a text, both in the written dtype."""
     base, wrong = adapter_base(cfg.model), ""
     if base is None:
         final = os.path.join(cfg.model, "final")
@@ -402,15 +365,15 @@ def merge(cfg: SFTConfig, dist: Dist) -> dict:
     same = (top[:, 0] == merged.argmax(-1)).double().mean().item()
     if not gap <= MERGE_LIMIT[cfg.export_dtype]:
         raise ModelError(
-            f"{cfg.out} differs from the unmerged model by {gap:.4g} nats a token; write it in "
-            "float32, or mend base_model_name_or_path in the adapter_config.json"
+            f"{cfg.out} is {gap:.4g} nats a token from the unmerged model; write it in float32, or "
+            "mend base_model_name_or_path in the adapter_config.json"
         )
     figures = {"gap": round(gap, 6), "same": round(same, 4)}
     return {"model": cfg.out, "base": base, "dtype": cfg.export_dtype, **figures}
 
 
 def check(cfg: SFTConfig) -> None:
-    """Raise ConfigError for settings that cannot work, before anything is loaded."""
+    """ConfigError for settings that cannot work; loads nothing."""
     config.check_ranges(cfg)
     sampled = ("turns", "examples") if cfg.stage in ("all", "sample") else ()
     config.check_given(cfg, "model", "out", *sampled)
@@ -427,7 +390,7 @@ def check(cfg: SFTConfig) -> None:
 
 
 def main(cfg: SFTConfig) -> dict | None:
-    """Sample records, train on them, or both; returns the figures of what was done (rank 0)."""
+    """Carry out the stages; returns the figures of each (rank 0)."""
     check(cfg)
     dist = distributed.setup()
     try:

@@ -1,5 +1,4 @@
-"""Targets of supervised fine-tuning: the self-driven warm-up that makes them, and the rows they
-become.
+"""Targets of fine-tuning: the self-driven warm-up that makes them, and the rows they become.
 
 The warm-up (arXiv 2505.15776 §3.3): the model answers the training turns with the few-shot prompt,
 well-formed rewrites are searched, and a response whose gold passage is at rank <= max_rank becomes
@@ -14,7 +13,6 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,8 +37,9 @@ from retriever import open_retriever, retriever_settings
 from reward import parse_response
 
 
-def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[str]) -> None:
-    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began."""
+def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> dict | None:
+    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began. The
+    figures in the last of them, of a stage that is complete."""
     if dist.rank == 0:
         patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
         meta = os.path.join(cfg.out, f"{stage}.settings.json")
@@ -48,16 +47,13 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, outputs: Iterable[s
         name = "config.yaml" if stage == "train" else "sample.config.yaml"
         save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)
-
-
-def read_result(path: str) -> dict | None:
-    """The figures of a stage that is complete, None of one that is not."""
+    path = os.path.join(cfg.out, outputs[-1])
     if result := runs.read_json(path):
         print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
     return result
 
 
-# ======================================================================================= warm-up
+# ==================== warm-up
 
 SAMPLE_KEYS = (  # what decides the records
     "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
@@ -70,25 +66,23 @@ INFER_KEYS = (  # what sampling takes over as it is
 
 
 def sample_records(cfg, dist: Dist) -> dict:
-    """Write `<out>/records.jsonl` and `sample_stats.json`, if they are not there; returns the
-    statistics."""
-    stats_path = os.path.join(cfg.out, "sample_stats.json")
+    """Write `records.jsonl` and `sample_stats.json`, if they are not there; the statistics."""
     records_path = os.path.join(cfg.out, "records.jsonl")
     settings = runs.settings(cfg, SAMPLE_KEYS, ("model", "turns", "examples", "instruction"))
-    outputs = "samples.jsonl samples.jsonl.done samples.jsonl.rank* records.jsonl sample_stats.json"
-    begin_stage(cfg, dist, "sample", settings | retriever_settings(cfg.retriever), outputs.split())
-    stats = read_result(stats_path)
+    settings |= retriever_settings(cfg.retriever)
+    outputs = "samples.jsonl", "samples.jsonl.rank*", "records.jsonl", "sample_stats.json"
+    stats = begin_stage(cfg, dist, "sample", settings, *outputs)
     if stats is None:
         records, stats = make_records(cfg, dist)
         print0("sample: " + " | ".join(f"{key} {value}" for key, value in stats.items()))
         if dist.rank == 0:
             runs.write_jsonl(records_path, records)
-            runs.write_json(stats_path, stats)
+            runs.write_json(os.path.join(cfg.out, "sample_stats.json"), stats)
         distributed.broadcast_object(None)
     if not stats["kept"]:
         raise DataError(
             f"{records_path}: none of {stats['samples']} samples is kept, {stats['well_formed']} "
-            "are well formed; raise samples_per_turn or max_rank, or give other examples"
+            "are well formed; raise samples_per_turn or max_rank, or change the examples"
         )
     return stats
 
@@ -128,11 +122,8 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
 
 
 def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
-    """((query id, sample) → rank of the well-formed rows, without technical failures; number of
-    searches).
-
-    Equal rewrites of a turn are searched once, each process searches its share.
-    """
+    """((query id, sample) → rank of the well-formed rows whose search did not fail; number of
+    searches: equal rewrites of a turn are one, and each process has its share)."""
     golds = {t.query_id: t.gold_ids for t in turns}
     good = [row for row in rows if row["status"] == "ok"]
     searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
@@ -149,7 +140,7 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) ->
 def select_records(
     turns: list[Turn], rows: list[dict], good: dict[tuple[str, int], int], keep_per_turn: int
 ) -> list[dict]:
-    """Records of the responses in `good`, (query id, sample) → rank, in the order of `turns`."""
+    """Records of the responses in `good`: (query id, sample) → rank."""
     samples: dict[str, list[dict]] = {}
     for row in rows:
         if (key := (row["query_id"], row["sample"])) in good:
@@ -166,7 +157,7 @@ def select_records(
     return records
 
 
-# ======================================================================================= rows
+# ==================== rows
 
 
 @dataclass(frozen=True)
@@ -182,8 +173,7 @@ class Example:
 def make_examples(
     records: list, tokenizer, cfg, path: str, agentic: bool = False
 ) -> tuple[list[Example], Counter]:
-    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why;
-    DataError if none is left."""
+    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why."""
     encode = partial(trajectory_example, tokenizer)
     if not agentic:
         instruction, eos_id = read_instruction(cfg.instruction), eos_token_ids(tokenizer)[0]
@@ -210,15 +200,13 @@ def make_examples(
     if malformed := sum(not e.well_formed for e in examples):
         print0(
             f"note: {malformed} of the {len(examples)} targets of {path} are not one think block "
-            "and one rewrite block; they are trained, but inference and rewards will call such "
-            "responses malformed"
+            "and one rewrite block: inference and rewards will call such responses malformed"
         )
     return examples, dropped
 
 
 def turn_example(tokenizer, kind: str, instruction: str, eos_id: int, turn: Turn) -> Example | str:
-    """The row of a turn (zero-shot prompt, target, EOS), or why it has none; kind: `response` or
-    `rewrite`."""
+    """The row of a turn (zero-shot prompt, target, EOS), or why it has none."""
     target = getattr(turn, kind) or ""
     if not target.strip():
         return f"without {kind}"
@@ -230,15 +218,14 @@ def turn_example(tokenizer, kind: str, instruction: str, eos_id: int, turn: Turn
 
 
 def human_response(question: str, rewrite: str) -> str:
-    """A target made of a human rewrite: the think block lists the words that it adds to the
-    question."""
+    """A target made of a human rewrite, behind the words that it adds to the question."""
     known = set(question.lower().split())
     added = [word for word in rewrite.split() if word.lower() not in known]
     return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
 
 
 def trajectory_example(tokenizer, row: dict) -> Example | str:
-    """The row of a trajectory, in which the assistant's turns are trained, or why it has none."""
+    """The row of a trajectory, whose assistant's turns are trained, or why it has none."""
     if row.get("error"):
         return "failed for a technical reason"
     if row.get("end", "answered") not in ENDED:
@@ -253,8 +240,7 @@ def trajectory_example(tokenizer, row: dict) -> Example | str:
 def split_heldout(
     examples: list[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out): whole conversations, drawn with the seed; the only one is never held
-    out."""
+    """(train, held out): whole conversations; the only one is never held out."""
     conversations = sorted({e.conversation_id for e in examples})
     random.Random(seed).shuffle(conversations)
     count = min(max(1, round(fraction * len(conversations))), len(conversations) - 1)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -18,25 +18,58 @@ from torch import nn
 import config
 import data
 import distributed
-import prompts
 import runs
-from config import Range
+from config import Range, above, at_least, between
 from distributed import print0
-from episodes.episode import episode_figures, episode_reward, open_task
-from infer import end_and_pad_ids, prompt_encoder
-from lora import adapter_base
+from lora import LoRAConfig, adapter_base
 from model import load_causal_lm, load_tokenizer, make_optimizer
-from retriever import open_retriever, retriever_settings
-from reward import parse_response
-from rollout import check_engine_gap, open_engine
-from scoring.health import answer_means, collapse_reason, step_line
-from scoring.ranking import evaluate_run, read_qrels
+from retriever import retriever_settings
+from rollout import check_engine_gap, end_and_pad_ids, open_engine
+from scoring.health import PHASES, collapse_reason, step_line
 from scoring.trackers import Trackers
+from tasks import Task, open_task
 
 BETAS = Range(
     "two numbers from 0 to below 1",
     lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
 )
+
+
+@dataclass
+class TrainConfig:
+    """What the configurations of grpo.py and sft.py share."""
+
+    model: str = ""
+    """Hugging Face folder or hub name to start from (of GRPO also the frozen KL reference); an
+    adapter's folder: trained further with the same `lora`, else merged"""
+    out: str = ""
+    """run folder (docs/operation.md lists its files)"""
+    seed: int = 0
+    """of all draws"""
+    micro_batch_tokens: Annotated[int, at_least(1)] = 8192
+    """tokens per forward pass and process, a shared prompt once; never changes the result"""
+    lr: Annotated[float, above(0)] = 1e-5
+    """peak learning rate of AdamW"""
+    betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's"""
+    weight_decay: Annotated[float, at_least(0)] = 0.01
+    """AdamW's, on all parameters"""
+    max_grad_norm: Annotated[float, above(0)] = 1.0
+    """gradients are scaled down to this global L2 norm"""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """train an adapter"""
+    gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
+    """share of the layers that recompute their activations: less memory, more work"""
+    compile: bool = True
+    """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
+    save_every: Annotated[int, at_least(1)] = 50
+    """steps between resumable checkpoints"""
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    """newest checkpoints kept"""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of exported weights; an adapter's is float32"""
+    log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
+    """trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
 
 
 class Stopped(RuntimeError):
@@ -64,16 +97,16 @@ class Run:
     history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
 
 
-# ========================================================================================== steps
+# ==================== steps
 
 
 def steps(
     run: Run, row: dict, validate: Callable[[Run, int], dict], noted: list[int]
 ) -> Iterator[int]:
-    """The steps, from 0, behind that of `row`; the caller takes each and adds its row to `history`.
+    """The steps, from 0, behind that of `row`; the caller adds the row of each to `history`.
 
-    Between two of them: checkpoint, then validation (what fails there loses no step), log, guards,
-    and the end where a signal was noted.
+    Between two: checkpoint, then validation (what fails there loses no step), log, guards, and the
+    end where a signal was noted.
     """
     tracked = Trackers(run.cfg.log_to if run.dist.rank == 0 else [], run.cfg, row["step"])
     while True:
@@ -99,12 +132,11 @@ def steps(
 
 
 def due(run: Run, row: dict, every: int) -> bool:
-    """Whether what happens every so many steps, and at the end, happens after the row's step."""
+    """Is the row's step the last, or one of every so many?"""
     return row["step"] % every == 0 or row["step"] == run.steps
 
 
 def checkpoint(run: Run, row: dict) -> None:
-    """Write a resumable checkpoint."""
     extra = {"row": row, "config": config.to_dict(run.cfg), "settings": run.settings}
     keep = run.cfg.keep_checkpoints
     folder = distributed.save_checkpoint(
@@ -114,7 +146,7 @@ def checkpoint(run: Run, row: dict) -> None:
 
 
 def guard(run: Run) -> None:
-    """Stop a run with non-finite gradients or a collapsed policy; warn of one that cannot learn."""
+    """Stop a run with non-finite gradients or a collapsed policy; warn where nothing is learnt."""
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
@@ -126,9 +158,8 @@ def guard(run: Run) -> None:
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
             "warning: in the first three steps every group was flat (format rate "
-            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing, and validation of "
-            "malformed responses searches the raw questions; warm the policy up first, or raise "
-            "group_size or temperature"
+            f"{recent[-1]['format_rate']:.2f}): equal rewards teach nothing; warm the policy up, "
+            "or raise group_size or temperature"
         )
     reason = collapse_reason(run.history) if run.cfg.stop_on_collapse else None
     if reason:
@@ -158,7 +189,7 @@ def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
 
 
 def resume(run: Run) -> dict:
-    """Go on from the newest checkpoint in `out`: its step's log row; {"step": 0} for a new run."""
+    """Go on from the newest checkpoint in `out`: its log row; {"step": 0} for a new run."""
     cfg, dtype = run.cfg, getattr(torch, run.cfg.export_dtype)
     final, kept, metrics, rollouts = (
         os.path.join(cfg.out, name) for name in ("final", run.kept, "metrics.jsonl", "rollouts")
@@ -187,8 +218,8 @@ def resume(run: Run) -> dict:
     run.history = [{key: math.nan if v is None else v for key, v in r.items()} for r in done]
     if missing := row["step"] - len(done):
         print0(
-            f"warning: {metrics} lacks {missing} of {row['step']} steps, which the summary and the "
-            "guards then do not know"
+            f"warning: {metrics} lacks {missing} of {row['step']} steps: summary and guards do not "
+            "know them"
         )
     start = next((r for r in log if r["step"] == 0 and run.metric in r), None)
     run.best = best or (start and {"value": start[run.metric], "step": 0}) or run.best
@@ -199,8 +230,8 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
     """Fill the run from a checkpoint; the log row of its step."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
-            f"{folder} is no checkpoint of this version; finish the run with the version that "
-            "began it, or use another out folder"
+            f"{folder} is no checkpoint of this version; finish the run with that which began it, "
+            "or use another out folder"
         )
     if change := runs.changed_setting(state["settings"], run.settings):
         raise config.ConfigError(
@@ -215,7 +246,7 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
     return state["row"]
 
 
-# ======================================================================================= one step
+# ==================== one step
 
 
 class Clock:
@@ -234,10 +265,8 @@ class Clock:
 
 
 def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across.
-
-    A function of its arguments alone, so that a resumed run goes on with the same items.
-    """
+    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across;
+    a function of its arguments alone, for a resumed run."""
     out: list[int] = []
     for position in range(step * prompts_per_step, (step + 1) * prompts_per_step):
         epoch, offset = divmod(position, count)
@@ -250,7 +279,7 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
 
 def step_seconds(run: Run) -> float:
     """What a step has taken lately."""
-    phases = [f"seconds_{phase}" for phase in ("sample", "reward", "reference", "update", "sync")]
+    phases = [f"seconds_{phase}" for phase in PHASES]
     took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[-20:]]
     return sum(took) / len(took)
 
@@ -268,8 +297,8 @@ def backward(
     gather_once: bool = True,
     reduce_each: bool = False,
 ) -> list[tuple]:
-    """The gradient of a loss summed over micro-batches and ranks; the figures of all `loss(micro)`,
-    which gives (loss, *figures)."""
+    """Add up the gradients of `loss(micro)` = (loss, *figures) over micro-batches and ranks; all
+    figures."""
     measured = []
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -289,10 +318,10 @@ def check_weights(engine, stats: dict) -> None:
 
 
 def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
-    """Raise Stopped where the engine samples from the starting policy, which the trained one left.
+    """Stopped where the engine still samples from the starting policy.
 
     engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the
-    engine|. An adapter moves slowly: an engine that never gets it stays far below `limit`.
+    engine|. An adapter moves slowly: without it an engine stays far below `limit`.
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
@@ -306,10 +335,10 @@ def sampling_figures(run, before) -> dict[str, float]:
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(run.engine.total, name) - getattr(before, name) for name in names]
     figures = dict(zip(names, map(int, distributed.all_reduce_sum(own))))
-    return figures | ({"seconds_search": run.task.tools.seconds} if run.task else {})
+    return figures | run.task.seconds()
 
 
-def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list) -> list[dict]:
+def rollout_rows(run, rollouts: list, scores: list, advantages: list, items: list) -> list[dict]:
     """The step's rollouts of all ranks as they are written to rollouts/step_*.jsonl."""
     first = run.dist.rank * len(items)
     rows = [
@@ -325,16 +354,11 @@ def gather_rows(run, rollouts: list, scores: list, advantages: list, items: list
         }
         for r, s, advantage in zip(rollouts, scores, advantages)
     ]
-    return gather_all(rows)
-
-
-def gather_all(rows: list) -> list:
-    """The rows of all ranks, in rank order."""
-    return [row for part in distributed.gather_objects(rows) for row in part]
+    return distributed.gather_rows(rows)
 
 
 def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
-    """Rank 0: the step's rollouts file, its line, and two samples now and then."""
+    """Rank 0: the step's rollouts, its line, and two samples now and then."""
     if run.dist.rank:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
@@ -349,37 +373,8 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
             print0(f"  sample {shown['query_id']}: {earned}: {shown['response']!r}")
 
 
-def dev_figures(run, rollouts: list, items: list) -> dict[str, float]:
-    """`dev_…` metrics over the items of all ranks, of greedy rollouts of this rank's items.
-
-    A malformed rewrite searches the raw question; an episode that failed scores 0 and is counted.
-    """
-    if run.task is None:
-        texts = [prompts.decode_response(run.tokenizer, r.response_ids) for r in rollouts]
-        parsed = [parse_response(text, run.cfg.parser) for text in texts]
-        queries = [p.rewrite if p.well_formed else t.question for t, p in zip(items, parsed)]
-        hits = run.retriever.search([data.one_line(query) for query in queries], 100)
-        own = [(t.query_id, h, p.well_formed) for t, h, p in zip(items, hits, parsed)]
-        rows = gather_all(own)
-        qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in run.dev}
-        figures = evaluate_run({query_id: hits for query_id, hits, _ in rows}, qrels)
-        del figures["queries"], figures["missing"]
-        well_formed = [sound for _, _, sound in rows]
-    else:
-        cases = [(e, q, run.task, run.golds.get(q.id, ())) for e, q in zip(rollouts, items)]
-        own = [episode_figures(*c) | {"failed": episode_reward(*c) is None} for c in cases]
-        rows = gather_all(own)
-        figures = answer_means(rows) | {"failed": sum(row["failed"] for row in rows)}
-        well_formed = [row["well_formed"] for row in rows]
-    figures["format_rate"] = sum(well_formed) / len(well_formed)
-    return {f"dev_{key}": value for key, value in figures.items()}
-
-
-BEST = {"rewrite": "dev_mrr", "search": "dev_f1", "agent": "dev_f1"}  # what chooses the best policy
-
-
 def summary(run) -> dict:
-    """The last line of a finished run: rewards of its first and last steps, validation, folders."""
+    """The last line of a finished run."""
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     rewards = [row["reward"] for row in rows if row["step"]]
     tenth = max(1, len(rewards) // 10)
@@ -399,9 +394,9 @@ def summary(run) -> dict:
     }
 
 
-# ========================================================================================== start
+# ==================== start
 
-FREE = (  # keys that may change in a continuation
+FREE = (  # what may change in a continuation
     "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
     "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
     "export_dtype qrels log_to"
@@ -409,7 +404,7 @@ FREE = (  # keys that may change in a continuation
 
 
 def settings(cfg) -> dict:
-    """What may not differ between a GRPO run and its continuation, files by content."""
+    """What may not change in a continuation, files by content."""
     decisive = [key for key in config.to_dict(cfg) if key not in FREE]
     return (
         {"engine.kind": cfg.engine.kind}
@@ -420,29 +415,22 @@ def settings(cfg) -> dict:
 
 
 def load(cfg, dist: distributed.Dist) -> dict:
-    """What grpo.Run holds beside its configuration: data first, then models."""
+    """What grpo.Run holds beside its configuration."""
     tokenizer = load_tokenizer(cfg.model)
-    retriever, task, golds = None, None, {}
-    if cfg.task == "rewrite":
-        retriever = open_retriever(cfg.retriever)
-    else:
-        task = open_task(cfg.task, cfg.episode, tokenizer, cfg.retriever)
-        inside = getattr(task.tools, "retriever", None)
-        golds = read_golds(cfg.qrels, getattr(inside, "passage_ids", None))
-    items, item_prompts = load_items(cfg, cfg.train, retriever, task, tokenizer)
-    dev, dev_prompts = load_items(cfg, cfg.dev, retriever, task, tokenizer)
+    task = open_task(cfg, tokenizer, qrels=cfg.qrels)
+    items, item_prompts = load_items(cfg, cfg.train, task)
+    dev, dev_prompts = load_items(cfg, cfg.dev, task)
     warn_of_overlap(items, dev)
     longest = max(map(len, item_prompts + dev_prompts)) + cfg.max_response_tokens
     policy, reference, engine = load_models(cfg, dist, tokenizer, longest)
     count = cfg.steps or math.ceil(cfg.epochs * len(items) / cfg.prompts_per_step)
     sequences = cfg.prompts_per_step * cfg.group_size // dist.world
-    kind = "turns" if task is None else "questions"
     print0(
         f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {dist.world} "
         f"process{'es' * (dist.world > 1)} = {sequences} sequences per process in micro-batches of "
-        f"{cfg.micro_batch_tokens} tokens; {len(items)} {kind} = "
+        f"{cfg.micro_batch_tokens} tokens; {len(items)} {task.items} = "
         f"{len(items) / cfg.prompts_per_step:.1f} steps an epoch; {count} steps, lr {cfg.lr:g}; "
-        f"{len(dev)} validation {kind} every {cfg.validate_every} steps"
+        f"{len(dev)} validation {task.items} every {cfg.validate_every} steps"
     )
     return {
         "tokenizer": tokenizer,
@@ -450,67 +438,39 @@ def load(cfg, dist: distributed.Dist) -> dict:
         "reference": reference,
         "optimizer": make_optimizer(policy, cfg.lr, tuple(cfg.betas), cfg.weight_decay),
         "engine": engine,
-        "retriever": retriever,
         "task": task,
-        "golds": golds,
         "items": items,
         "prompts": item_prompts,
         "dev": dev,
         "dev_prompts": dev_prompts,
         "steps": count,
         "validate_every": cfg.validate_every if dev else 0,
-        "metric": BEST[cfg.task],
+        "metric": task.best,
         "notes": {"task.json": {"task": cfg.task, "template": cfg.episode.template}},
     }
 
 
-def load_items(cfg, path: str, retriever, task, tokenizer) -> tuple[list, list[list[int]]]:
-    """The turns or questions of a file with their prompts; none where no file is given."""
+def load_items(cfg, path: str, task: Task) -> tuple[list, list[list[int]]]:
+    """The turns or questions of a file with their prompts, none where no file is given; those of
+    too many tokens are left out and counted."""
     if not path:
         return [], []
-    if task is not None:
-        items = data.read_questions(path)
-    else:
-        items, dropped = data.with_gold(data.read_turns(path), retriever.passage_ids, path)
-        if dropped:
-            print0(f"{path}: {dropped} turns without a gold passage left out")
-    return encode_items(items, prompt_encoder(cfg, task, tokenizer), cfg.max_prompt_tokens, path)
-
-
-def encode_items(
-    items: list, encode: Callable, limit: int, path: str
-) -> tuple[list, list[list[int]]]:
-    """Items with their prompts; those of more than `limit` tokens are left out and counted."""
-    pairs = [(item, encode(item)) for item in items]
+    limit, pairs = cfg.max_prompt_tokens, [(i, task.prompt(i)) for i in task.rewarded_items(path)]
     kept = [(item, ids) for item, ids in pairs if len(ids) <= limit]
     if not kept:
         raise data.DataError(f"{path}: every prompt is longer than max_prompt_tokens={limit}")
-    if len(kept) < len(items):
-        left_out = f"{len(items) - len(kept)} of {len(items)} left out"
+    if len(kept) < len(pairs):
+        left_out = f"{len(pairs) - len(kept)} of {len(pairs)} left out"
         print0(f"{path}: {left_out}: prompt above max_prompt_tokens={limit}")
     return [item for item, _ in kept], [ids for _, ids in kept]
 
 
 def warn_of_overlap(train: list, dev: list) -> None:
-    keys = [{getattr(i, "conversation_id", i.question) for i in items} for items in (train, dev)]
-    if both := keys[0] & keys[1]:
+    seen, held = ({getattr(i, "conversation_id", i.question) for i in x} for x in (train, dev))
+    if both := seen & held:
         print0(
             f"warning: train and dev share {len(both)} conversations or questions: {min(both)!r}"
         )
-
-
-def read_golds(paths: list[str], passage_ids) -> dict[str, list[str]]:
-    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
-    golds: dict[str, list[str]] = {}
-    for path in paths:
-        for query, judged in read_qrels(path).items():
-            golds[query] = [p for p, gain in judged.items() if gain > 0]
-            for passage in golds[query] if passage_ids is not None else []:
-                if passage not in passage_ids:
-                    raise data.DataError(
-                        f"{path}: gold passage {passage!r} is not in the index; give its own qrels"
-                    )
-    return golds
 
 
 def load_policy(cfg, cuda: bool, keep_start: bool = False) -> nn.Module:

@@ -26,12 +26,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import distributed  # noqa: E402
 import sft  # noqa: E402
 from engines.base import EngineConfig, Sampling  # noqa: E402
-from infer import end_and_pad_ids  # noqa: E402
 from lora import LoRAConfig, starting_weights  # noqa: E402
 from model import load_causal_lm, load_tokenizer, make_optimizer  # noqa: E402
 from packing import token_logprobs  # noqa: E402
 from prompts import encode_chat, encode_example, eos_token_ids  # noqa: E402
-from rollout import open_engine  # noqa: E402
+from rollout import end_and_pad_ids, open_engine  # noqa: E402
 from runs import atomic_write  # noqa: E402
 
 LEARNT = [

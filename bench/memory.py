@@ -26,6 +26,7 @@ import torch
 import data
 import distributed
 import grpo
+import tasks
 import training
 from engines.base import EngineConfig
 from model import make_optimizer, prepare_causal_lm
@@ -118,9 +119,7 @@ def make_run(
         reference=reference,
         optimizer=make_optimizer(policy, cfg.lr),
         engine=engine,
-        retriever=None,
-        task=None,
-        golds={},
+        task=tasks.Rewrite(cfg, tokenizer),
         items=[data.Turn(f"q{i}", f"c{i}", 1, [], "", []) for i in range(count)],
         prompts=prompts,
         dev=[],

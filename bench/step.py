@@ -41,6 +41,7 @@ import packing
 from lora import LoRAConfig, add_adapter
 from model import make_optimizer, prepare_causal_lm
 from prompts import decode_response
+import tasks
 import training
 from rollout import open_engine
 
@@ -128,9 +129,7 @@ def make_run(args, kind: str, where: distributed.Dist, folder: str) -> grpo.Run:
         reference=reference,
         optimizer=make_optimizer(policy, cfg.lr),
         engine=engine,
-        retriever=None,
-        task=None,
-        golds={},
+        task=tasks.Rewrite(cfg, tokenizer),
         items=turns,
         prompts=prompts,
         dev=[],

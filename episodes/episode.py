@@ -1,66 +1,32 @@
 """Episodes of the tasks `search` and `agent`: sample, carry out what is asked for, show it, go on.
 
 An episode is one growing list of token ids with a mask beside it. What the model sampled stays as
-sampled (mask 1); what is shown to it, results and notes, is encoded alone and takes part in no
-loss, KL, entropy or denominator (mask 0). What the texts mean is told by a task (tasks.py): in
-`search` an answer is the end, and a query counts wherever it stands, as in ReSearch; in `agent` a
-turn without a call is the last. An answer inside a think block ends nothing.
+sampled (mask 1); results and notes are encoded alone and not trained (mask 0). What the texts mean
+is told by a task (tasks.py): in `search` an answer is the end, and a query counts wherever it
+stands, as in ReSearch; in `agent` a turn without a call is the last. An answer inside a think block
+ends nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from config import ConfigError
-from data import Question, read_corpus
+from data import Question
 from engines.base import Rollout, RolloutError, Sampling
-from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, Task, answer_block
-from episodes.tools import Call, MCPTools, RetrieverTools
-from episodes.trajectories import read_conversations
-from prompts import before_calls, call_text, read_instruction
-from retriever import RetrieverConfig, open_retriever
-from reward import all_gold, answer_metrics, gold_recall, score_answer
-from runs import read_json
-from search.passages import PassageIds, Texts
+from episodes.tools import Call
+from prompts import before_calls, call_text, outside_thoughts
+from reward import answer_metrics, extract_answer
 
 ENDED = ("answered", "no_answer")  # the model itself ended the episode
 FAILED = ("engine_error", "tool_error")  # technical: left out and counted, never scored
 END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length, rounds: no token, no turn was left
 LEAST_ROOM = 64  # tokens; a search whose result has less room is not made: tags and notes need 60
-
-
-def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
-    """ConfigError for settings that cannot work; loads nothing. budget: max_response_tokens."""
-    room = budget - int(cfg.answer_share * budget)
-    if cfg.instruction:
-        read_instruction(cfg.instruction)
-    if room < 2 * LEAST_ROOM:
-        problem = (
-            f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
-            f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
-            "lower the other"
-        )
-    elif task != "agent" and cfg.mcp:
-        problem = "episode.mcp is for task=agent; leave it empty"
-    elif task != "agent" and cfg.bare_calls:
-        problem = "episode.bare_calls is for task=agent; leave it out"
-    elif task == "agent" and cfg.template == "base":
-        problem = "episode.template=base is for task=search; agent needs a chat template"
-    elif cfg.mcp and cfg.gold_reward != "none":
-        problem = (
-            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
-            "leave one of them empty"
-        )
-    else:
-        return
-    raise ConfigError(problem)
 
 
 @dataclass
@@ -76,7 +42,7 @@ class Round:
 
 @dataclass
 class Episode(Rollout):
-    """One sampled conversation: a rollout (`end` is empty while it runs) and what it says."""
+    """One sampled conversation: a rollout (`end` is empty while it runs)."""
 
     sample: int = 0  # which of its prompt's
     budget: int = 0  # tokens of the response, without a forced EOS
@@ -85,6 +51,11 @@ class Episode(Rollout):
     ended: bool = False  # by the tokenizer's own EOS, or a forced one
     failure: str = ""  # why it is one of FAILED
     well_formed: bool = False  # it keeps its task's form
+
+    @property
+    def failed(self) -> bool:
+        """For a technical reason."""
+        return self.end in FAILED
 
     @property
     def left(self) -> int:
@@ -127,14 +98,14 @@ def run_episodes(
     engine,
     prompts: Sequence[Sequence[int]],
     samplings: Sampling | Sequence[Sampling],
-    task: Task,
+    task,
     context: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Episode]:
-    """Episodes of every prompt (token ids), a prompt's samples side by side, group_id its index.
+    """Episodes of every prompt, its samples side by side, group_id its index.
 
-    `max_tokens` of a sampling is the episode's whole budget, injected tokens included. context:
-    positions of the model. `progress(finished, total, 0.0)` is called after every round.
+    `max_tokens` of a sampling is the episode's whole budget, results included. context: positions
+    of the model. `progress(finished, total, 0.0)` is called after every round.
     """
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     episodes = []
@@ -143,8 +114,8 @@ def run_episodes(
         budget -= task.cfg.stop_at_answer  # the EOS that is then put behind an answer
         if budget < 1:
             raise RolloutError(
-                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; leave long "
-                "questions out, or give fewer examples"
+                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; shorten the "
+                "question, or give fewer examples"
             )
         for sample in range(sampling.n):
             episodes.append(Episode(list(prompt), [], [], [], i, "", sample, budget))
@@ -171,12 +142,12 @@ def run_episodes(
 
 
 def _sample(
-    engine, active: list[Episode], samplings: Sequence[Sampling], number: int, task: Task
+    engine, active: list[Episode], samplings: Sequence[Sampling], number: int, task
 ) -> list[Rollout]:
-    """The next turn of every active episode, in their order.
+    """The next turn of every active episode.
 
-    In the first round the samples of a prompt are one request. After it each is its own, with a
-    seed made of the prompt and its seed: draws do not depend on what else is sampled.
+    In the first round the samples of a prompt are one request; later each has a seed of its own:
+    draws do not depend on what else is sampled.
     """
     active = active if number else [e for e in active if e.sample == 0]
     requests = []
@@ -190,12 +161,14 @@ def _sample(
     return engine.generate([e.prompt_ids + e.response_ids for e in active], requests)
 
 
-def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> None:
-    """Read a turn that was appended. It asks for something (`calls`), or the episode has ended, or
-    it goes on in the next round, because it was stopped at a text that ends nothing.
+def answer_block(text: str) -> str | None:
+    """The last answer outside of the thinking."""
+    return extract_answer(outside_thoughts(text))
 
-    final: no round is left.
-    """
+
+def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
+    """Read a turn that was appended: it asks for something (`calls`), or ends the episode, or goes
+    on in the next round, stopped at a text that ends nothing. final: no round is left."""
     ids, eos = sampled.response_ids, sampled.end == "eos"
     if not episode.rounds or episode.rounds[-1].injected:
         before = len(episode.prompt_ids) + len(episode.response_ids) - len(ids)
@@ -207,11 +180,11 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
     turn.completion_tokens += len(ids)
     if sampled.end in ("length", "engine_error"):
         episode.end = sampled.end
-        episode.failure = "the engine's logits were no numbers" if episode.end in FAILED else ""
+        episode.failure = "the engine's logits were no numbers" if episode.failed else ""
         return
     stopped = sampled.end == "stop"
     said = "".join(r.text for r in episode.rounds) if task.one_message else turn.text
-    calls, block = task.read(said, turn.text, stopped), answer_block(said)
+    calls, block = task.find_calls(said, turn.text, stopped), answer_block(said)
     if calls or calls is None or (stopped and block is None):
         turn.calls, episode.end = calls or [], "rounds" if final else ""
         _limit_calls(episode, turn.calls, task)
@@ -224,7 +197,7 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task: Task) -> N
     episode.well_formed = task.well_formed(episode)
 
 
-def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
+def _limit_calls(episode: Episode, calls: list[Call], task) -> None:
     """Give the calls beyond a limit a note in place of a search."""
     left = task.cfg.max_calls - episode.searches if _room(episode, task) >= LEAST_ROOM else 0
     for i, call in enumerate(call for call in calls if not call.note):
@@ -234,14 +207,14 @@ def _limit_calls(episode: Episode, calls: list[Call], task: Task) -> None:
             call.note = f"Not carried out: one turn may hold {task.cfg.calls_per_round} calls."
 
 
-def _room(episode: Episode, task: Task) -> int:
+def _room(episode: Episode, task) -> int:
     """Tokens that results may take."""
     return episode.left - int(task.cfg.answer_share * episode.budget)
 
 
-def _show_results(episode: Episode, task: Task) -> list[int]:
+def _show_results(episode: Episode, task) -> list[int]:
     """The tokens of what the last turn asked for; none where that ended the episode: a search
-    failed, or no token would be left behind them."""
+    failed, or no token would be left."""
     turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
         episode.end, episode.failure = "tool_error", failure
@@ -255,96 +228,17 @@ def _show_results(episode: Episode, task: Task) -> list[int]:
     return ids
 
 
-# --------------------------------------------------------------------------------- opening a task
+# ---- trajectories
 
 
-def open_task(
-    name: str, cfg: EpisodeConfig, tokenizer, retriever: RetrieverConfig, examples: str = ""
-) -> Task:
-    """The task `search` or `agent` with its tools; `examples`: a file of few-shot conversations."""
-    kind = {"search": SearchTask, "agent": AgentTask}[name]
-    if not cfg.mcp and retriever.across_ranks:
-        raise ConfigError(
-            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
-            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
-        )
-    if not cfg.mcp and not retriever.corpus:
-        raise ConfigError(
-            f"task={name} shows passages: give retriever.corpus=FILE, which the index is made of"
-        )
-    shown = read_conversations(examples) if examples else []
-    if cfg.mcp:
-        return kind(cfg, tokenizer, MCPTools(cfg.mcp, cfg.timeout), shown)
-    opened = open_retriever(retriever)
-    ids = opened.passage_ids
-    if not hasattr(ids, "position"):  # a served index: the order is the corpus file's
-        ids = PassageIds([p.id for p in read_corpus(retriever.corpus)])
-    texts = Texts(retriever.corpus, ids)
-    tools = RetrieverTools(opened, texts.document, cfg.top_k, cfg.timeout, numbered=name == "agent")
-    return kind(cfg, tokenizer, tools, shown)
-
-
-def other_task(folder: str, task: str, template: str) -> str:
-    """What a model's folder says it was trained with where that is another prompt, else ""."""
-    trained = read_json(os.path.join(folder, "task.json"))
-    own = {"task": task} | ({"template": template} if task == "search" else {})
-    return "" if trained is None or own.items() <= trained.items() else json.dumps(trained)
-
-
-# --------------------------------------------------------------------------- rewards and figures
-
-
-def episode_reward(
-    episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
-) -> float | None:
-    """What an episode earns for its answer (score_answer) and, where it is well formed (`research`)
-    or has an answer, for retrieved gold passages. None: it failed for a technical reason."""
-    cfg = task.cfg
-    if episode.end in FAILED:
-        return None
-    auto = "research" if task.name == "search" else "f1"
-    kind = auto if cfg.answer_reward == "auto" else cfg.answer_reward
-    golds, well_formed = question.golden_answers, episode.well_formed
-    reward = score_answer(episode.prediction, golds, well_formed, kind)
-    counts = well_formed if kind == "research" else episode.prediction is not None
-    if cfg.gold_reward != "none" and counts and gold_ids:
-        share = {"recall": gold_recall, "all": all_gold}[cfg.gold_reward]
-        reward += cfg.gold_weight * share(episode.retrieved, gold_ids)
-    return reward
-
-
-def episode_figures(
-    episode: Episode, question: Question, task: Task, gold_ids: Sequence[str] = ()
-) -> dict:
-    """What is measured of one episode; the gold figures are None where nothing is judged."""
-    scores = answer_metrics(episode.prediction, question.golden_answers)
-    judged = gold_ids and episode.end not in FAILED and not task.cfg.mcp  # whose texts have no ids
-    return {
-        "em": scores["em"],
-        "f1": scores["f1"],
-        "prediction": episode.prediction,
-        "well_formed": episode.well_formed,
-        "rounds": len(episode.rounds),
-        "searches": episode.searches,
-        "notes": sum(bool(call.note) for call in episode.calls),
-        "gold_recall": gold_recall(episode.retrieved, gold_ids) if judged else None,
-        "all_gold": all_gold(episode.retrieved, gold_ids) if judged else None,
-        "model_tokens": sum(episode.loss_mask),
-        "end": episode.end,
-    }
-
-
-# ---------------------------------------------------------------------------------- trajectories
-
-
-def trajectory_row(episode: Episode, question: Question, task: Task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more. Few-shot examples
-    are left out: it is a training row for the prompt without them."""
+def trajectory_row(episode: Episode, question: Question, task, request: dict) -> dict:
+    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more; a training row
+    for the prompt without examples."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         messages += turn_messages(turn, number, task.cfg.bare_calls)
     last = episode.rounds[-1] if episode.rounds else Round("")
-    error = f"{episode.end}: {episode.failure}" if episode.end in FAILED else None
+    error = f"{episode.end}: {episode.failure}" if episode.failed else None
     return {
         "rollout_id": f"{question.id}#{episode.sample}",
         "id": question.id,
@@ -370,10 +264,8 @@ def trajectory_row(episode: Episode, question: Question, task: Task, request: di
 
 
 def turn_messages(turn: Round, number: int, bare: bool) -> list[dict]:
-    """The assistant's message of a turn, and one for each result.
-
-    Its `text` is what is trained: as sampled, or `bare` calls in the tags that they lack.
-    """
+    """The assistant's message of a turn, and one for each result; its `text` is what is trained: as
+    sampled, or `bare` calls in the tags that they lack."""
     text = turn.text
     if bare and turn.calls and all(call.done for call in turn.calls):
         text = "\n".join(call_text(call.name, call.arguments) for call in turn.calls)

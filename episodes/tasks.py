@@ -1,4 +1,4 @@
-"""The two forms of an episode: prompts, calls in a turn, results as shown, the answer.
+"""The tasks `search` and `agent`: prompts, calls in a turn, results as shown, answer and reward.
 
 Sources: ReSearch (arXiv 2503.19470) and its code for `search`; DeepSearch-RL and Qwen's hermes
 format of tool calls for `agent`.
@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
+import data
 import prompts
-from config import above, at_least, between
-from data import DataError, one_line
+from config import ConfigError, above, at_least, between
+from data import DataError, Question, one_line
+from distributed import gather_rows
+from episodes.episode import (
+    END_STATES,
+    LEAST_ROOM,
+    Episode,
+    answer_block,
+    run_episodes,
+    trajectory_row,
+)
 from episodes.tools import NOTHING_FOUND, SEARCH_TOOL, Call, parse_tool_calls
-from reward import extract_answer, extract_boxed, search_well_formed
+from retriever import retriever_settings
+from reward import (
+    ANSWER_METRICS,
+    all_gold,
+    answer_metrics,
+    extract_boxed,
+    gold_recall,
+    score_answer,
+    search_well_formed,
+)
+from scoring.health import answer_means
 
 TAG_NAMES = ("think", "search", "result", "answer", "tools", "tool_call", "tool_response")
 TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
@@ -26,17 +45,17 @@ TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
 @dataclass
 class EpisodeConfig:
     top_k: Annotated[int, at_least(1)] = 5
-    """passages a search shows"""
+    """passages that a search shows"""
     max_rounds: Annotated[int, at_least(1)] = 10
-    """turns of the model; an episode that still asks for a search in its last ends as `rounds`"""
+    """turns of the model; an episode that asks for a search in its last ends as `rounds`"""
     max_calls: Annotated[int, at_least(1)] = 10
-    """searches (tool calls) of an episode that are carried out; the ones after it get a note"""
+    """searches (tool calls) of an episode that are carried out; later ones get a note"""
     calls_per_round: Annotated[int, at_least(1)] = 4
     """agent: calls of one turn that are carried out; the others get a note"""
     result_tokens: Annotated[int, at_least(32)] = 512
     """tokens of one result at most, tags included; documents are cut to fit, the longest first"""
     answer_share: Annotated[float, between(0, 0.9)] = 0.125
-    """part of max_response_tokens that results never take: it is left for the answer"""
+    """part of max_response_tokens that results leave for the answer"""
     turn_tokens: Annotated[int | None, at_least(1)] = None
     """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
     stop_at_answer: bool = False
@@ -59,26 +78,150 @@ class EpisodeConfig:
     """weight of gold_reward beside the answer's"""
 
 
-class Task:
-    """What `search` and `agent` share.
+def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
+    """ConfigError for settings that cannot work; loads nothing. budget: max_response_tokens."""
+    room = budget - int(cfg.answer_share * budget)
+    if cfg.instruction:
+        prompts.read_instruction(cfg.instruction)
+    if room < 2 * LEAST_ROOM:
+        problem = (
+            f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
+            f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
+            "lower the other"
+        )
+    elif task != "agent" and cfg.mcp:
+        problem = "episode.mcp is for task=agent; leave it empty"
+    elif task != "agent" and cfg.bare_calls:
+        problem = "episode.bare_calls is for task=agent; leave it out"
+    elif task == "agent" and cfg.template == "base":
+        problem = "episode.template=base is for task=search; agent needs a chat template"
+    elif cfg.mcp and cfg.gold_reward != "none":
+        problem = (
+            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
+            "leave one of them empty"
+        )
+    else:
+        return
+    raise ConfigError(problem)
 
-    said: the text in which a call or an answer counts, `turn` its last part that the model wrote at
-    a stretch: of `search` all turns are one message, of `agent` each is its own.
+
+class Task:
+    """What `search` and `agent` share; the methods that rewriting has as well: tasks.py.
+
+    said: the text in which a call or an answer counts, turn: its last part, which the model wrote
+    at a stretch: of `search` all turns are one message, of `agent` each is its own.
     """
 
     name: str
     one_message: bool
     cap_note: str  # what a call beyond a limit is answered
-    stop: tuple[str, ...] = ()
     rules: dict[str, str]  # by EpisodeConfig.template
+    answer_reward: str  # what answer_reward=auto means
+    stop: tuple[str, ...] = ()
+    items, best = "questions", "dev_f1"
+    equal_calls = False  # numbers of turns differ
+    statuses = (*END_STATES, "too_long")
+    read_items = staticmethod(data.read_questions)
 
-    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, examples: Sequence[list[dict]] = ()):
-        """tools: RetrieverTools or MCPTools; examples: few-shot conversations."""
+    def __init__(
+        self,
+        cfg: EpisodeConfig,
+        tokenizer,
+        tools,
+        examples: Sequence[list[dict]] = (),
+        golds: dict[str, list[str]] | None = None,
+    ):
+        """tools: RetrieverTools or MCPTools; examples: few-shot conversations; golds: question id →
+        gold passages, where they are known."""
         self.cfg, self.tokenizer, self.tools, self.examples = cfg, tokenizer, tools, examples
+        self.golds = golds or {}
         self.instruction = prompts.read_instruction(cfg.instruction, self.rules[cfg.template])
         self.stop += ("</answer>",) * cfg.stop_at_answer
         self.eos_id = prompts.eos_token_ids(tokenizer)[0]
         self.unsafe = [*TAGS, *prompts.special_strings(tokenizer)]
+
+    def rewarded_items(self, path: str) -> list[Question]:
+        return data.read_questions(path)
+
+    def prompt(self, question: Question) -> list[int]:
+        return self.encode(self.messages(question.question, self.examples))
+
+    def rollouts(self, engine, prompts, samplings, progress=None) -> list[Episode]:
+        return run_episodes(engine, prompts, samplings, self, engine.max_length, progress)
+
+    def unsampled(self, prompt_ids: list[int], sample: int) -> Episode:
+        """What stands for an episode whose prompt is too long."""
+        return Episode(prompt_ids, [], [], [], 0, "too_long", sample)
+
+    def read(self, episode: Episode) -> Episode:
+        """An episode was read as it was sampled."""
+        return episode
+
+    def measure(self, episodes: list[Episode], questions: list[Question]) -> list[dict]:
+        """Figures of each; those of gold passages are None where nothing is judged."""
+        rows = []
+        for e, question in zip(episodes, questions):
+            scores = answer_metrics(e.prediction, question.golden_answers)
+            golds = self.golds.get(question.id, ())
+            judged = golds and not e.failed and not self.cfg.mcp  # whose texts have no ids
+            rows.append(
+                {
+                    "em": scores["em"],
+                    "f1": scores["f1"],
+                    "prediction": e.prediction,
+                    "well_formed": e.well_formed,
+                    "rounds": len(e.rounds),
+                    "searches": e.searches,
+                    "notes": sum(bool(call.note) for call in e.calls),
+                    "gold_recall": gold_recall(e.retrieved, golds) if judged else None,
+                    "all_gold": all_gold(e.retrieved, golds) if judged else None,
+                    "model_tokens": sum(e.loss_mask),
+                    "end": e.end,
+                }
+            )
+        return rows
+
+    def reward(self, episode: Episode, figures: dict) -> float:
+        """For the answer (score_answer) and, where it is well formed (`research`) or there is one,
+        for retrieved gold passages."""
+        cfg, well_formed = self.cfg, episode.well_formed
+        kind = self.answer_reward if cfg.answer_reward == "auto" else cfg.answer_reward
+        reward = score_answer(figures, well_formed, kind)
+        counts = well_formed if kind == "research" else episode.prediction is not None
+        share = {"none": None, "recall": figures["gold_recall"], "all": figures["all_gold"]}
+        if counts and share[cfg.gold_reward] is not None:
+            reward += cfg.gold_weight * share[cfg.gold_reward]
+        return reward
+
+    def validate(self, episodes: list[Episode], questions: list, dev: list) -> dict:
+        """Means over the episodes of all ranks; one that failed scores 0 and is counted."""
+        figures = self.measure(episodes, questions)
+        rows = gather_rows([f | {"failed": e.failed} for f, e in zip(figures, episodes)])
+        return answer_means(rows) | {
+            "failed": sum(row["failed"] for row in rows),
+            "format_rate": sum(row["well_formed"] for row in rows) / len(rows),
+        }
+
+    def row(self, question: Question, episode: Episode, request: dict) -> dict:
+        """Its trajectory, and what it earned."""
+        (figures,) = self.measure([episode], [question])
+        reward = None if episode.failed else self.reward(episode, figures)
+        return trajectory_row(episode, question, self, request) | {"reward": reward}
+
+    def means(self, rows: list[dict]) -> dict[str, float]:
+        scores = [row | row["metric_score"] for row in rows]
+        names = (*ANSWER_METRICS, "well_formed", "searches")
+        return {name: round(sum(s[name] for s in scores) / len(rows), 4) for name in names}
+
+    def settings(self, cfg) -> dict:
+        episode = {f"episode.{k}": v for k, v in asdict(self.cfg).items() if k != "timeout"}
+        return {"task": self.name} | retriever_settings(cfg.retriever) | episode
+
+    def seconds(self) -> dict[str, float]:
+        return {"seconds_search": self.tools.seconds}
+
+    def close(self) -> None:
+        self.tools.close()
 
     def messages(self, question: str, examples: Sequence[list[dict]] = ()) -> list[dict]:
         """The beginning of a conversation: instruction, examples, question."""
@@ -86,14 +229,11 @@ class Task:
         user = {"role": "user", "content": one_line(question)}
         return [{"role": "system", "content": self.instruction}, *shown, user]
 
-    def prompt(self, question: str) -> list[int]:
-        return self.encode(self.messages(question, self.examples))
-
     def show(self, calls: list[Call], last_id: int, room: int) -> tuple[list[int], str]:
         """(ids, text) of a turn's results in `room` tokens; sets what each call has `shown`.
 
-        last_id: the turn's last token. Tags and special tokens inside texts are broken by a space.
-        A result has `result_tokens` at most, and its part of the room that earlier ones left.
+        last_id: the turn's last token. A result has `result_tokens` at most, and its part of the
+        room that earlier ones left; tags and special tokens in it are broken by a space.
         """
         shown = [[c.note] if c.note else [text for _, text in c.documents] for c in calls]
         pairs = [(call, texts or [NOTHING_FOUND]) for call, texts in zip(calls, shown)]
@@ -110,12 +250,11 @@ class Task:
 class SearchTask(Task):
     """ReSearch's form: think, search, result and answer blocks in one assistant turn.
 
-    A round ends at `</search>`; the query is what stands between the last `<search>` and it. A
-    result begins with a space, so that its tokens are the same whether the text before it is
-    encoded with it or not.
+    A round ends at `</search>`. A result begins with a space: its tokens are the same whether the
+    text before it is encoded with it or not.
     """
 
-    name, one_message, stop = "search", True, ("</search>",)
+    name, one_message, stop, answer_reward = "search", True, ("</search>",), "research"
     rules = {"instruct": prompts.SEARCH_INSTRUCTION, "base": prompts.SEARCH_DIALOGUE}
     cap_note = "No further search is possible. Give the answer with what is known."
     malformed_note = (
@@ -129,7 +268,7 @@ class SearchTask(Task):
             return prompts.encode_text(self.tokenizer, prompts.search_text(messages))
         return prompts.encode_chat(self.tokenizer, messages)
 
-    def read(self, said: str, turn: str, stopped: bool) -> list[Call]:
+    def find_calls(self, said: str, turn: str, stopped: bool) -> list[Call]:
         """The search of a turn; none behind an answer, or without a closing tag."""
         text, closing, rest = turn.partition("</search>")
         if not closing or answer_block(said.removesuffix(closing + rest)) is not None:
@@ -156,18 +295,18 @@ class AgentTask(Task):
     """Hermes tool calls (Qwen2.5, Qwen3): a turn ends with EOS, results are the next user turn.
 
     The prompt is the tokenizer's own chat template with the tools in it, or spelled out where it
-    knows none (prompts.spell_tools). Sampled turns are never rendered again: what the template
-    writes between two is cut out of a dummy conversation once (`glue`).
+    knows none. Sampled turns are never rendered again: what the template writes between two is cut
+    out of a dummy conversation once (`glue`).
     """
 
-    name, one_message = "agent", False
+    name, one_message, answer_reward = "agent", False, "f1"
     rules = {"instruct": prompts.AGENT_INSTRUCTION}
     cap_note = "error: no further calls are possible. Give the answer with what is known."
 
-    def __init__(self, cfg, tokenizer, tools, examples: Sequence[list[dict]] = ()):
-        super().__init__(cfg, tokenizer, tools, examples)
+    def __init__(self, cfg: EpisodeConfig, tokenizer, tools, *more):
+        super().__init__(cfg, tokenizer, tools, *more)
         self.stop += ("}}",) * cfg.bare_calls
-        self.native = not cfg.bare_calls and template_knows_tools(tokenizer, tools.schemas)
+        self.native = not cfg.bare_calls and prompts.template_knows_tools(tokenizer, tools.schemas)
         self.glue = derive_glue(tokenizer, self.native)
 
     def encode(self, messages: list[dict]) -> list[int]:
@@ -178,7 +317,7 @@ class AgentTask(Task):
         spelled = prompts.spell_tools(messages, schemas, self.cfg.bare_calls)
         return prompts.encode_chat(self.tokenizer, spelled)
 
-    def read(self, said: str, turn: str, stopped: bool) -> list[Call] | None:
+    def find_calls(self, said: str, turn: str, stopped: bool) -> list[Call] | None:
         """The calls of a turn; None where it was stopped inside the thinking or a call."""
         thinks = turn.rfind("<think>") > turn.rfind("</think>")
         if stopped and (thinks or self.ends_in_call(prompts.outside_thoughts(turn))):
@@ -213,16 +352,11 @@ class AgentTask(Task):
         return answered and all(call.done for call in episode.calls)
 
 
-def answer_block(text: str) -> str | None:
-    """The last answer outside of the thinking."""
-    return extract_answer(prompts.outside_thoughts(text))
-
-
 def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> tuple[str, int]:
     """(the texts, joined by blank lines; the tokens of `wrap` around them, at most `limit`).
 
-    Texts are cut at their ends, the longest first; what `wrap` adds never is. No more is read of a
-    text than `limit` tokens of 16 characters.
+    Texts are cut at their ends, the longest first. No more is read of one than `limit` tokens of 16
+    characters.
     """
     most = 16 * max(limit, 0)  # characters of a text
     while True:
@@ -233,30 +367,12 @@ def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> 
         most = min(most, max(map(len, texts))) * limit // used
 
 
-def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
-    """Does the chat template write tool schemas, and results of tools, into its text?"""
-    roles = {"user": "u", "assistant": "a", "tool": "t7t"}
-    chat = [{"role": role, "content": content} for role, content in roles.items()]
-    try:
-        plain, text = (
-            prompts.render_chat(tokenizer, chat[:1]),
-            prompts.render_chat(tokenizer, chat, schemas),
-        )
-    except DataError as e:
-        if not tokenizer.chat_template:
-            raise
-        print(f"tools go into the system message: {e}", file=sys.stderr)
-        return False
-    names = [schema["function"]["name"] for schema in schemas]
-    return all(text.count(name) > plain.count(name) for name in [*names, "t7t"])
-
-
 def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
-    """What the template writes around results: (end of the turn, head, between two, tail up to
-    where the model goes on); the same for one to three results, in a first and a second round."""
+    """What the template writes around results, whatever their number and round: (end of the turn,
+    head, between two, tail up to where the model goes on)."""
 
     def behind(*turns: list[str]) -> str:
-        """What is written behind the model's last turn; turns: the results of each."""
+        """What follows the model's last turn; turns: the results of each."""
         messages = [{"role": "user", "content": "u"}]
         for results in turns:
             messages.append({"role": "assistant", "content": "a"})

@@ -1,7 +1,7 @@
 """What an episode may call: tool calls in a model's text, the retriever as a tool, MCP's tools.
 
-A call ends in one of three ways, which are kept apart: documents; a note, in words for the model,
-where the call itself is wrong; or a technical failure, of which no score may be made.
+A call ends in documents, in a note for the model where the call itself is wrong, or in a technical
+failure, of which no score may be made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING_FOUND = "No passage was found."
 
 
 class ToolsAway(RuntimeError):
-    """The tools failed for everything that was asked of them: a technical failure, no bad input."""
+    """The tools failed for everything that was asked of them."""
 
     exit_status = 1
 
@@ -53,15 +53,15 @@ class Call:
     shown: str = ""  # what the model reads: documents, cut, or the note
 
 
-# --------------------------------------------------------------------------------- calls in text
+# ---- calls in text
 
 
 def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
     """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
 
     A block between tool_call tags holds JSON objects {"name", "arguments"}, and may lack its end.
-    `bare`: in a text without the tags, what begins at a brace is a call, and its last brace may be
-    missing: small models often forget it.
+    `bare`: in a text without the tags a brace begins a call, whose last brace may be missing: small
+    models often forget it.
     """
     bare = bare and "<tool_call>" not in text
     begins = re.compile(r"</?think>|(?=\{)" if bare else r"</?think>|<tool_call>")
@@ -130,10 +130,8 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
 
 
 def _problem(arguments: dict, name: str, parameters: dict) -> str:
-    """How arguments break the JSON Schema of a tool, in words for the model; "" if they do not.
-
-    An argument that no property names is an error, unless the schema has additionalProperties.
-    """
+    """How arguments break the JSON Schema of a tool, in words for the model, if they do; one that
+    no property names does, unless the schema has additionalProperties."""
     dialect = validator_for(parameters, Draft202012Validator)
     known = parameters.get("properties") or {}
     if known:
@@ -158,7 +156,7 @@ def _problem(arguments: dict, name: str, parameters: dict) -> str:
     return f"{place}: {error.message[:300]}"
 
 
-# ------------------------------------------------------------------------------------- the tools
+# ---- the tools
 
 
 def _schema(name: str, description: str, parameters: dict) -> dict:
@@ -216,7 +214,7 @@ class RetrieverTools:
         self.search: Future | None = None  # the last one: two threads must not ask at once
 
     def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets its documents, or the reason of a technical failure."""
+        """Carry out calls: each gets its documents or a technical failure."""
         queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
         if not queries:
             return
@@ -253,16 +251,15 @@ class RetrieverTools:
             call.done = True
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
 
 class MCPTools:
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
-    Errors of a tool are for the model to read; a protocol error or a time-out is a technical
-    failure. A lost connection is opened again (a command is started again) for at most `timeout`
-    seconds, once a round where the last one found no server, and the calls that were lost with it
-    are sent again, at most twice.
+    Errors of a tool are for the model; a protocol error or a time-out is a technical failure. A
+    lost connection is opened again for at most `timeout` seconds, once a round where the last one
+    found no server, and the calls that were lost with it are sent again, at most twice.
     """
 
     def __init__(self, target: str, timeout: float, at_once: int = 64):
@@ -342,7 +339,7 @@ class MCPTools:
                 wait *= 2
 
     def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets what the server answered, or why it failed technically."""
+        """Carry out calls: each gets the server's answer or a technical failure."""
         began, left = time.perf_counter(), calls
         for _ in range(3):
             if not left:

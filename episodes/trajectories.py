@@ -1,9 +1,8 @@
 """Trajectories on disk: read them, turn them into training rows, choose among them, export them.
 
-A trajectory is a JSONL row with `messages` and `tools` in OpenAI's form, beside the fields that
-infer.py writes (episode.trajectory_row); ms-swift's form is read too (role `tool_call`, tools as
-text). The assistant's texts, calls and ends of turns are trained, but not turns with `weight` 0
-(OpenAI) or `loss` false (ms-swift).
+A trajectory is a JSONL row with `messages` and `tools` in OpenAI's form, beside infer.py's fields;
+ms-swift's form is read too (role `tool_call`, tools as text). The assistant's texts, calls and ends
+of turns are trained, but not turns with `weight` 0 (OpenAI) or `loss` false (ms-swift).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, Literal
 import data
 import prompts
 from data import DataError
-from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, template_knows_tools
 
 Rule = Literal["em", "f1"]
 F1_SUCCESS = 0.8  # DeepSearch-RL's
@@ -33,8 +31,7 @@ def holds_trajectories(path: str) -> bool:
 
 
 def read_trajectories(path: str) -> list[dict]:
-    """The rows of a file in OpenAI's form, but for arguments, which are mappings; untrained turns
-    have `weight` 0."""
+    """The rows of a file in OpenAI's form, arguments as mappings; untrained turns have weight 0."""
     rows: dict[str | int, dict] = {}
     for number, row in data.read_jsonl(path):
         id_ = row.setdefault("rollout_id", f"line {number}")
@@ -54,10 +51,8 @@ def read_trajectories(path: str) -> list[dict]:
 
 
 def read_conversations(path: str) -> list[list[dict]]:
-    """Few-shot examples: messages of trajectories, from a user's question to the answer.
-
-    `search`: one user and one assistant message, results included.
-    """
+    """Few-shot examples: messages of trajectories, from a user's question to the answer; of
+    `search` one user and one assistant message, results included."""
     chats = []
     for row in read_trajectories(path):
         first, *_, last = row["messages"]
@@ -126,7 +121,7 @@ def _chat(messages: list) -> list[dict]:
 
 
 def _add_message(chat: list[dict], message: dict) -> None:
-    """Add a message; a `tool_call` (ms-swift) joins the assistant's message before it."""
+    """Add a message; a `tool_call` (ms-swift) joins the assistant's before it."""
     role, content = message.get("role"), message.get("content") or ""
     marks = [message.get("weight"), message.get("loss")]
     if any(mark not in (None, 0, 1) for mark in marks):
@@ -164,12 +159,11 @@ def is_blank(message: dict) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------------- encode
+# ---- encode
 
 
 def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)): of infer.py's rows by their sampled texts, of others by the
-    template."""
+    """(token ids (T+1), loss mask (T)): infer.py's rows by their texts, others by the template."""
     own = [m for m in row["messages"] if m["role"] == "assistant"]
     if row.get("task") in ("search", "agent") and all("text" in m for m in own):
         return encode_sampled(tokenizer, row)
@@ -188,7 +182,9 @@ def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int
 
 
 def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a row of infer.py: those of the rollout that it shows."""
+    """(token ids (T+1), loss mask (T)) of a row of infer.py: those of its rollout."""
+    from episodes.tasks import AgentTask, EpisodeConfig, SearchTask  # they need torch
+
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
     cfg = EpisodeConfig(template=row.get("template") or "instruct")
     if cfg.template not in kind.rules:
@@ -223,7 +219,7 @@ def encode_messages(
     # The model's own text keeps added tokens that are not special, like <think>: it can write them.
     control, added = prompts.control_strings(tokenizer), prompts.special_strings(tokenizer)
     chat = [m | {"content": prompts.defuse(m["content"], added)} for m in messages]
-    if tools and not template_knows_tools(tokenizer, tools):
+    if tools and not prompts.template_knows_tools(tokenizer, tools):
         start = [] if chat[0]["role"] == "system" else [{"role": "system", "content": ""}]
         chat, tools = prompts.spell_tools(start + chat, tools), []
     before, *pieces = prompts.render_around(tokenizer, chat, tools or None, answer_next=False)
@@ -252,7 +248,7 @@ def encode_messages(
     return _join(tokenizer, parts)
 
 
-# ---------------------------------------------------------------------------------------- choose
+# ---- choose
 
 
 def succeeded(row: dict, rule: Rule) -> bool:
@@ -310,7 +306,7 @@ def question_key(row: dict) -> str:
     return str(next(asked, row["rollout_id"]))
 
 
-# ---------------------------------------------------------------------------------------- export
+# ---- export
 
 
 def to_openai(row: dict) -> dict:

@@ -10,7 +10,8 @@ import tiny
 from data import Question
 from engines.base import Rollout, Sampling
 from episodes import tools
-from episodes.episode import AgentTask, EpisodeConfig, SearchTask, run_episodes
+from episodes.episode import run_episodes
+from episodes.tasks import AgentTask, EpisodeConfig, SearchTask
 
 ROOT = Path(__file__).resolve().parent.parent
 EOS = 2
@@ -143,10 +144,23 @@ def agent_task(retriever=None, tok=None, **changes):
 def play(task, *script, budget=3000, n=1, **more):
     """The episodes of one prompt for each script (n > 1: the scripts are samples of one prompt)."""
     engine = Script(*script, **more)
-    prompts = [task.prompt(f"question {i}?") for i in range(len(script) // n)]
+    prompts = [task.prompt(Question("q", f"question {i}?", [])) for i in range(len(script) // n)]
     return run_episodes(
         engine, prompts, Sampling(n=n, max_tokens=budget, seed=7), task, engine.max_length
     ), engine
+
+
+def measured(episode, question, task, golds=()):
+    """The figures of one episode, whose question has these gold passages."""
+    task.golds = {question.id: golds}
+    return task.measure([episode], [question])[0]
+
+
+def earned(episode, question, task, golds=()):
+    """The reward of one episode, None where it failed."""
+    return (
+        None if episode.failed else task.reward(episode, measured(episode, question, task, golds))
+    )
 
 
 def call(name="retrieve", **arguments):

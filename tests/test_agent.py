@@ -22,9 +22,9 @@ from scripted import (
 )
 
 import config
-from data import DataError
+from data import DataError, Question
 from episodes import episode, tools
-from episodes.episode import AgentTask, EpisodeConfig
+from episodes.tasks import AgentTask, EpisodeConfig
 from prompts import AGENT_INSTRUCTION, render_chat
 
 
@@ -190,7 +190,7 @@ def test_templates_without_tools_get_them_in_words(capsys):
     plain = tokenizer(tiny.CHATML)
     task = agent_task(tok=plain)
     assert not task.native
-    text = plain.decode(task.prompt("Who?"))
+    text = plain.decode(task.prompt(Question("q", "Who?", [])))
     assert '"name": "retrieve"' in text and "<tool_call>" in text and AGENT_INSTRUCTION[:40] in text
     (e,), _ = play(task, [call(query="Ann") + call(query="Bob"), "<answer>Lima</answer>"])
     assert injected(e)[0] == [
@@ -252,7 +252,7 @@ def test_a_tokenizer_without_a_template_is_refused():
 
 def test_bare_calls_are_written_with_their_tags():
     task = agent_task(bare_calls=True, stop_at_answer=True)
-    assert "<tool_call>" not in tokenizer().decode(task.prompt("Who?"))
+    assert "<tool_call>" not in tokenizer().decode(task.prompt(Question("q", "Who?", [])))
     (e,), _ = play(
         task,
         [
@@ -268,7 +268,7 @@ def test_bare_calls_are_written_with_their_tags():
         "<answer>Lima</answer>",
     ]
     ask = '{"name": "retrieve", "arguments": {"query": "Ann"'
-    lost_brace, lost_two = (task.read("", ask + end, False)[0] for end in ("}\n", "\n"))
+    lost_brace, lost_two = (task.find_calls("", ask + end, False)[0] for end in ("}\n", "\n"))
     assert lost_brace.arguments == {"query": "Ann"} and not lost_brace.note
     assert "is not valid JSON" in lost_two.note
 
@@ -318,7 +318,7 @@ def test_an_answer_inside_an_argument_ends_nothing():
 )
 def test_a_broken_bare_call_is_told_at_once(text):
     task = agent_task(bare_calls=True)
-    assert any("is not valid JSON" in c.note for c in task.read("", text, True))
+    assert any("is not valid JSON" in c.note for c in task.find_calls("", text, True))
 
 
 SERVER = '''

@@ -582,7 +582,7 @@ def test_committed_yaml_loads_into_its_tool(path, monkeypatch):
     cfg = config.load_config(classes[0], ["--config", str(path)])
     text = path.read_text(encoding="utf-8")
     monkeypatch.setattr(
-        importlib.import_module("grpo"), "check_engine", lambda *a, **k: None
+        importlib.import_module("tasks"), "check_engine", lambda *a, **k: None
     )  # is vLLM installed here?
     if (
         noun == "grpo"

@@ -19,7 +19,9 @@ from scripted import (
     agent_task,
     call,
     check_lists,
+    earned,
     injected,
+    measured,
     play,
     search_task,
     tokenizer,
@@ -32,7 +34,8 @@ import training
 from data import DataError, Question
 from engines.base import Rollout, RolloutError, Sampling
 from episodes import episode, tasks, trajectories
-from episodes.episode import EpisodeConfig, SearchTask, run_episodes
+from episodes.episode import run_episodes
+from episodes.tasks import EpisodeConfig, SearchTask, check_episode
 from scoring.health import step_figures
 
 
@@ -138,16 +141,14 @@ def test_the_answer_ends_the_episode():
     retriever = Search()
     (e,), _ = play(search_task(retriever), [ANSWER + "<search>Ann</search>"])
     assert e.end == "answered" and not e.ended and retriever.calls == []
-    assert episode.episode_reward(e, LIMA, search_task()) == 0.0
+    assert earned(e, LIMA, search_task()) == 0.0
 
 
 def test_a_query_in_an_open_think_block_is_searched_and_breaks_the_form():
     retriever = Search()
     (e,), _ = play(search_task(retriever), ["<think>I need <search>Ann</search>", ANSWER])
     assert retriever.calls == [["Ann"]] and e.end == "answered" and e.ended
-    assert (
-        not search_task().well_formed(e) and episode.episode_reward(e, LIMA, search_task()) == 0.0
-    )
+    assert not search_task().well_formed(e) and earned(e, LIMA, search_task()) == 0.0
 
 
 @pytest.mark.parametrize("reward, box", [("em", "{}"), ("auto", r"\boxed{{{}}}")])
@@ -169,8 +170,8 @@ def test_what_is_only_thought_of_is_no_answer_and_ends_nothing(reward, box):
     assert [e.end for e in done] == ["no_answer"] * 3 + ["answered"] * 3 + ["no_answer"]
     assert [len(e.retrieved) for e in done] == [0, 0, 0, 0, 0, 1, 1]
     if reward == "em":
-        assert [episode.episode_reward(e, LIMA, task) for e in done] == [0, 0, 0, 1, 1, 1, 0]
-        assert [episode.episode_figures(e, LIMA, task)["em"] for e in done] == [0, 0, 0, 1, 1, 1, 0]
+        assert [earned(e, LIMA, task) for e in done] == [0, 0, 0, 1, 1, 1, 0]
+        assert [measured(e, LIMA, task)["em"] for e in done] == [0, 0, 0, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -283,9 +284,7 @@ def test_overflow_is_seen_before_anything_is_appended():
         and len(e.response_ids) < 70
     )
     assert e.calls[0].note and e.retrieved == []
-    assert (
-        episode.episode_reward(e, LIMA, search_task()) == 0.0
-    )  # a budget that runs out is the policy's own doing
+    assert earned(e, LIMA, search_task()) == 0.0  # a budget that runs out is the policy's own doing
     size, task = (
         len(
             tokenizer()(THINK + ' <result>\n"Ann"\nAnn wrote Dune in Lima.\n</result>')["input_ids"]
@@ -297,11 +296,7 @@ def test_overflow_is_seen_before_anything_is_appended():
     (e,), _ = play(task, [THINK, ANSWER], budget=size + 20)
     assert e.end == "length" and len(e.rounds) == 2 and len(e.response_ids) == size + 20
     (e,), _ = play(search_task(), [("cut", ANSWER)])
-    assert (
-        e.end == "length"
-        and e.prediction is None
-        and episode.episode_reward(e, LIMA, search_task()) == 0.0
-    )
+    assert e.end == "length" and e.prediction is None and earned(e, LIMA, search_task()) == 0.0
 
 
 def test_a_prompt_without_room_is_an_error():
@@ -321,7 +316,7 @@ def test_rounds_and_calls_have_caps():
     assert (
         e.end == "rounds" and len(e.rounds) == 3 and len(retriever.calls) == 2
     )  # the last one is not searched for
-    assert not e.rounds[-1].injected and episode.episode_reward(e, LIMA, search_task()) == 0.0
+    assert not e.rounds[-1].injected and earned(e, LIMA, search_task()) == 0.0
     retriever = Search()
     (e,), _ = play(search_task(retriever, max_calls=2), turns[:3] + [ANSWER])
     assert (
@@ -336,7 +331,7 @@ def test_later_rounds_draw_by_the_prompt_and_not_by_its_place():
         engine = Script(*[["<search>Ann</search>", ANSWER]] * len(places))
         run_episodes(
             engine,
-            [task.prompt(f"question {i}?") for i in places],
+            [task.prompt(Question("q", f"question {i}?", [])) for i in places],
             Sampling(max_tokens=3000, seed=7),
             task,
         )
@@ -414,16 +409,10 @@ def test_documents_cannot_speak_for_anyone(make, monkeypatch):
     assert ids.count(EOS) == (make is agent_task) and ids.count(1) == 2 * (
         make is agent_task
     )  # the template's own
-    assert (
-        e.end == "answered" and task.well_formed(e) and episode.episode_reward(e, LIMA, task) == 1.0
-    )
+    assert e.end == "answered" and task.well_formed(e) and earned(e, LIMA, task) == 1.0
     assert e.prediction == "Lima"
     (e,), _ = play(task, [ask, "<think>no answer of its own</think>"])
-    assert (
-        e.end == "no_answer"
-        and e.prediction is None
-        and episode.episode_reward(e, LIMA, task) == 0.0
-    )
+    assert e.end == "no_answer" and e.prediction is None and earned(e, LIMA, task) == 0.0
 
 
 def test_results_that_the_model_writes_itself_are_malformed():
@@ -432,11 +421,7 @@ def test_results_that_the_model_writes_itself_are_malformed():
     invented = "<think>x</think> <search>q</search> <result>Lima</result> " + ANSWER
     assert reward.check_search_format(invented)
     (e,), _ = play(search_task(), ["<result>Lima</result>" + ANSWER])
-    assert (
-        e.end == "answered"
-        and not task.well_formed(e)
-        and episode.episode_reward(e, LIMA, task) == 0.0
-    )
+    assert e.end == "answered" and not task.well_formed(e) and earned(e, LIMA, task) == 0.0
     assert not reward.search_well_formed(
         [
             ("<think>x</think> <search>q</search><result>", True),
@@ -449,11 +434,7 @@ def test_results_that_the_model_writes_itself_are_malformed():
 def test_an_end_that_is_not_the_tokenizers_eos_earns_nothing():
     """ReSearch: a row that ends in <|endoftext|> where EOS is <|im_end|> scores 0."""
     (e,), _ = play(search_task(), [ANSWER], eos=4)
-    assert (
-        e.end == "answered"
-        and not e.ended
-        and episode.episode_reward(e, LIMA, search_task()) == 0.0
-    )
+    assert e.end == "answered" and not e.ended and earned(e, LIMA, search_task()) == 0.0
 
 
 def test_eos_alone_and_engine_errors():
@@ -472,7 +453,7 @@ def test_eos_alone_and_engine_errors():
         0,
         0,
     ]  # whatever reads it, nothing of it is trained
-    assert [episode.episode_reward(e, LIMA, search_task()) for e in done] == [0.0, None, None]
+    assert [earned(e, LIMA, search_task()) for e in done] == [0.0, None, None]
 
 
 def test_stop_at_answer_puts_an_eos_that_is_not_trained():
@@ -483,7 +464,7 @@ def test_stop_at_answer_puts_an_eos_that_is_not_trained():
 
 def test_a_forced_eos_has_its_room():
     size, task = len(tokenizer()(ANSWER)["input_ids"]), search_task(stop_at_answer=True)
-    prompt = task.prompt("question 0?")
+    prompt = task.prompt(Question("q", "question 0?", []))
     (e,), engine = play(task, [ANSWER], budget=size + 1)
     assert (
         engine.requests[0][1][0].max_tokens == size and e.ended and len(e.response_ids) == size + 1
@@ -531,13 +512,13 @@ def test_a_retriever_that_fails_hangs_or_answers_junk(make, answer, reason, caps
     assert [e.end for e in done] == ["tool_error", "answered", "answered"] and reason in done[
         0
     ].failure
-    assert [episode.episode_reward(e, LIMA, task) is None for e in done] == [True, False, False]
+    assert [earned(e, LIMA, task) is None for e in done] == [True, False, False]
     check_lists(done[0])
     row = episode.trajectory_row(done[0], LIMA, task, {})
     assert (
         row["error"].startswith("tool_error: ") and not row["well_formed"] and row["searches"] == 1
     )
-    figures = episode.episode_figures(done[0], LIMA, task, ["p0"])
+    figures = measured(done[0], LIMA, task, ["p0"])
     assert figures["gold_recall"] is None
 
 
@@ -577,12 +558,12 @@ def test_failed_episodes_are_left_out_of_their_group(dist):
         [ANSWER.replace("Lima", "Rome")],
         n=3,
     )
-    run = SimpleNamespace(task=task, golds={}, dist=dist)
+    run = SimpleNamespace(task=task, dist=dist)
     scores = grpo.score(run, done, [LIMA])
     assert [s.reward for s in scores] == [1.0, None, 0.1]
     advantages = grpo.rollout_advantages(done, scores)
     assert advantages[1] is None and advantages[0] == -advantages[2] > 0
-    rows = training.gather_rows(run, done, scores, advantages, [LIMA])
+    rows = training.rollout_rows(run, done, scores, advantages, [LIMA])
     stats = step_figures(rows)
     assert stats["failed"] == 1 and stats["reward"] == pytest.approx(0.55) and stats["em"] == 0.5
     assert (
@@ -599,7 +580,7 @@ def test_failed_episodes_are_left_out_of_their_group(dist):
 def scored(turns, golds, eos=EOS, **changes):
     task = search_task(**changes)
     (e,), _ = play(task, turns, eos=eos)
-    return episode.episode_reward(e, Question("q", "?", golds), task)
+    return earned(e, Question("q", "?", golds), task)
 
 
 BOXED = "<think>x</think> <search>Ann</search>", "<think>y</think> <answer>It is {}</answer>{}"
@@ -654,17 +635,17 @@ def test_other_rewards():
         scored([r"<answer>\boxed{city of Paris}</answer>"], ["Paris"], answer_reward="f1") == 0.5
     )  # no gate
     with pytest.raises(ValueError, match="'bleu'; choose one of research, em, f1"):
-        reward.score_answer("a", "a", True, "bleu")
+        reward.score_answer({"f1": 1.0}, True, "bleu")
 
 
 @pytest.mark.parametrize("kind, expected", [("none", 1.0), ("recall", 1.25), ("all", 1.0)])
 def test_retrieved_golds_as_a_term_of_the_reward(kind, expected):
     task = search_task(gold_reward=kind)
     (one, broken), _ = play(task, [THINK, ANSWER], [THINK, "<answer>Lima"])
-    assert episode.episode_reward(one, LIMA, task, ["p0", "p1"]) == expected
-    assert episode.episode_reward(one, LIMA, task, ["p0"]) == (1.0 if kind == "none" else 1.5)
-    assert episode.episode_reward(broken, LIMA, task, ["p0"]) == 0.0
-    assert episode.episode_figures(one, LIMA, task, ["p0", "p1"]) | {"x": 0} == {
+    assert earned(one, LIMA, task, ["p0", "p1"]) == expected
+    assert earned(one, LIMA, task, ["p0"]) == (1.0 if kind == "none" else 1.5)
+    assert earned(broken, LIMA, task, ["p0"]) == 0.0
+    assert measured(one, LIMA, task, ["p0", "p1"]) | {"x": 0} == {
         "em": 1.0,
         "f1": 1.0,
         "prediction": "Lima",
@@ -691,9 +672,9 @@ def test_retrieved_golds_as_a_term_of_the_reward(kind, expected):
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, task, reason):
-    episode.check_episode(EpisodeConfig(), task, 1024)
+    check_episode(EpisodeConfig(), task, 1024)
     with pytest.raises((config.ConfigError, DataError), match=reason):
-        episode.check_episode(EpisodeConfig(**changes), task, 1024)
+        check_episode(EpisodeConfig(**changes), task, 1024)
 
 
 @pytest.mark.parametrize(

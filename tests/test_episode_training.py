@@ -24,11 +24,13 @@ import data
 import distributed
 import grpo
 import infer
+import tasks
 from data import DataError
 from engines.base import Rollout, Sampling
 from engines.torch_engine import TorchEngine
-from episodes import episode, tools
-from episodes.episode import EpisodeConfig, SearchTask, run_episodes
+from episodes import tools
+from episodes.episode import run_episodes
+from episodes.tasks import EpisodeConfig, SearchTask
 from model import load_tokenizer, prepare_causal_lm
 from packing import token_logprobs
 from retriever import RetrieverConfig
@@ -39,7 +41,7 @@ def noisy_episodes(seed=0, temperature=1.0, engine=None, n=3):
     """Episodes of a tiny random model, whose turns end at a letter or digit and two thirds of which are a search."""
 
     class Eager(SearchTask):
-        def read(self, said, turn, stopped):
+        def find_calls(self, said, turn, stopped):
             return [] if len(turn) % 3 == 0 else [tools.Call("search", {"query": "Ann Bob"})]
 
     cfg = EpisodeConfig(max_rounds=4, turn_tokens=40, result_tokens=60)
@@ -303,12 +305,12 @@ def test_both_engines_give_the_same_greedy_episodes(world):
             0,
             torch.float32,
         )
-        task = episode.open_task(
-            "search",
-            EpisodeConfig(top_k=1, max_rounds=4, result_tokens=120),
-            tok,
-            RetrieverConfig(corpus=str(world / "corpus.jsonl")),
+        cfg = infer.InferConfig(
+            task="search",
+            episode=EpisodeConfig(top_k=1, max_rounds=4, result_tokens=120),
+            retriever=RetrieverConfig(corpus=str(world / "corpus.jsonl")),
         )
+        task = tasks.open_task(cfg, tok)
         made.append(
             run_episodes(engine, prompts, Sampling(temperature=0.0, max_tokens=400), task, 512)
         )
@@ -372,10 +374,12 @@ def test_a_model_used_with_another_prompt_than_it_was_trained_with_is_named(
 ):
     """A checkpoint scored with the wrong template scores near zero: its folder says what it was trained with."""
     monkeypatch.chdir(world)
-    assert episode.other_task("lm", "search", "instruct") == ""
+    cfg = infer.InferConfig(task="search", model="lm")
+    assert tasks.other_task(cfg) == ""
     Path("lm/task.json").write_text('{"task": "search", "template": "base"}')
     try:
-        assert episode.other_task("lm", "search", "base") == ""
+        cfg.episode.template = "base"
+        assert tasks.other_task(cfg) == ""
         infer.main(
             infer.InferConfig(
                 task="search",

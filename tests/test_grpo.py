@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -21,12 +22,13 @@ import config
 import data
 import distributed
 import grpo
+import tasks
 import training
 from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
 from engines.base import Rollout
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import share_prefixes, token_logprobs
-from prompts import encode_chat, encode_example, response_text, rewrite_prompt
+from prompts import encode_example, response_text
 from rollout import collate_rollouts
 from runs import begin_metrics, write_jsonl
 from scoring.health import step_figures
@@ -518,6 +520,13 @@ def turn(i: int, golds: list[str]) -> data.Turn:
     return data.Turn(f"q{i}", f"c{i}", 1, [], "raw", golds)
 
 
+def scored(rollouts, ranker) -> list[grpo.Score]:
+    """What grpo.score gives for responses to one turn, ranked by `ranker`."""
+    task = tasks.Rewrite(grpo.GRPOConfig(), tiny.tiny_tokenizer())
+    task.retriever = ranker
+    return grpo.score(SimpleNamespace(task=task), rollouts, [turn(0, ["p"])])
+
+
 def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one():
     good = response_text("a", "alpha")
     ranker = Ranker({"alpha": 1, "beta": None})
@@ -530,9 +539,7 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
             (0, response_text("a", "beta")),
         ]
     )
-    scores = grpo.score_rewrites(
-        rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), grpo.GRPOConfig()
-    )
+    scores = scored(rollouts, ranker)
     assert ranker.asked == ["alpha", "beta"]  # the empty rewrite is not searched either
     assert [s.reward for s in scores] == [2.0, 2.0, -0.1, -0.1, 0.0]
     assert [s.figures["rank"] for s in scores] == [1, 1, None, None, None]
@@ -541,37 +548,25 @@ def test_scoring_searches_each_well_formed_query_once_and_never_a_malformed_one(
 def test_a_failed_search_is_left_out_and_counted_never_scored(dist):
     from retriever import FAILED
 
-    ranker = Ranker({"a": 1, "b": FAILED, "c": 2, "d": None})
     rollouts = rollouts_of([(0, response_text("t", q)) for q in "abcd"])
-    cfg = grpo.GRPOConfig()
-    scores = grpo.score_rewrites(rollouts, [turn(0, ["p"])], ranker, tiny.tiny_tokenizer(), cfg)
+    scores = scored(rollouts, Ranker({"a": 1, "b": FAILED, "c": 2, "d": None}))
     assert scores[1].reward is None and [s.reward is None for s in scores].count(True) == 1
+    assert scores[1].figures["rank"] is None  # JSON has no NaN
     advantages = grpo.rollout_advantages(rollouts, scores)
     assert [a is None for a in advantages] == [False, True, False, False] and sum(
         a for a in advantages if a is not None
     ) == pytest.approx(0, abs=1e-6)
     run = type("R", (), {"dist": dist})
     figures = step_figures(
-        training.gather_rows(run, rollouts, scores, advantages, [turn(0, ["p"])])
+        training.rollout_rows(run, rollouts, scores, advantages, [turn(0, ["p"])])
     )
     assert figures["failed"] == 1 and figures["reward"] == pytest.approx((2 + 17 / 9 + 0) / 3)
 
 
-def test_an_engine_error_is_left_out():
-    rollouts = rollouts_of([(0, response_text("t", "a"))], end="engine_error")
-    assert (
-        grpo.score_rewrites(
-            rollouts, [turn(0, ["p"])], Ranker({"a": 1}), tiny.tiny_tokenizer(), grpo.GRPOConfig()
-        )[0].reward
-        is None
-    )
-
-
-def test_a_step_in_which_everything_failed_stops_with_a_reason(dist):
-    rollouts = rollouts_of([(0, "x")], end="engine_error")
-    scores = grpo.score_rewrites(
-        rollouts, [turn(0, ["p"])], Ranker({}), tiny.tiny_tokenizer(), grpo.GRPOConfig()
-    )
+def test_an_engine_error_is_left_out_and_a_step_of_them_stops_with_a_reason(dist):
+    rollouts = rollouts_of([(0, response_text("t", "a")), (0, "x")], end="engine_error")
+    scores = scored(rollouts, Ranker({"a": 1}))
+    assert [s.reward for s in scores] == [None, None]
     with pytest.raises(grpo.Stopped, match="failed"):
         grpo.rollout_advantages(rollouts, scores)
 
@@ -827,15 +822,12 @@ def test_turns_without_gold_and_long_prompts_are_left_out_and_counted(
     assert (
         len(run.items) == 4 and "1 turns without a gold passage left out" in capsys.readouterr().out
     )
-    tokenizer = tiny.tiny_tokenizer()
-    turns = [turn(0, ["p"]), data.Turn("q1", "c", 1, [("long " * 200, "answer")], "raw", ["p"])]
-    encode = lambda t: encode_chat(tokenizer, rewrite_prompt(t))
-    kept, prompts = training.encode_items(turns, encode, len(encode(turns[0])), "x")
-    assert (
-        [t.query_id for t in kept] == ["q0"]
-        and len(prompts) == 1
-        and "1 of 2 left out" in capsys.readouterr().out
-    )
+    write_jsonl(world / "long.jsonl", [rows[0], rows[1] | {"context": [["long " * 200, "a"]]}])
+    run.task.tokenizer = tiny.tiny_tokenizer()  # the world's own has one token for every prompt
+    run.cfg.max_prompt_tokens = len(run.task.prompt(run.items[0])) + 100
+    kept, prompts = training.load_items(run.cfg, "long.jsonl", run.task)
+    assert [t.query_id for t in kept] == [rows[0]["query_id"]] and len(prompts) == 1
+    assert "1 of 2 left out" in capsys.readouterr().out
 
 
 def test_a_number_of_processes_that_does_not_divide_the_batch_is_refused_before_loading(world):

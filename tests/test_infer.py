@@ -220,7 +220,7 @@ def test_a_part_that_is_not_seen_is_an_error_not_a_shorter_file(lm, tmp_path):
     """Processes of several machines without a common folder."""
     cfg = infer.InferConfig(model=lm, out=str(tmp_path / "o.jsonl"))
     with pytest.raises(
-        data.DataError, match="0 of 2 lines are there; all processes must see the same folder"
+        data.DataError, match="0 of 2 lines are there; let all processes see the same folder"
     ):
         infer.finish(cfg, {"a": [1], "b": [2]}, CPU)
     assert not os.path.exists(cfg.out)

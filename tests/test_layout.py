@@ -20,6 +20,7 @@ FLOORS = [  # a file imports from lower floors alone; inside a wing any way but 
     ["rollout", "search", "sources", "demo"],
     ["batching", "retriever", "scoring", "prepare"],
     ["evaluate", "episodes"],
+    ["tasks"],
     ["infer", "report", "serve"],
     ["training", "targets"],
     ["grpo", "sft"],

@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -276,6 +277,7 @@ def test_a_rollout_without_a_rank_is_left_out_and_counted():
     import tiny
 
     import grpo
+    import tasks
     from data import Turn
     from engines.base import Rollout
 
@@ -291,7 +293,9 @@ def test_a_rollout_without_a_rank_is_left_out_and_counted():
     ]
     with Faulty("ok", "500", "ok", "ok") as faulty:
         remote = faulty.client(batch=1, retries=0)
-        scores = grpo.score_rewrites(rollouts(), turns, remote, tokenizer, grpo.GRPOConfig())
+        task = tasks.Rewrite(grpo.GRPOConfig(), tokenizer)
+        task.retriever, run = remote, SimpleNamespace(task=task)
+        scores = grpo.score(run, rollouts(), turns)
         assert [s.figures.get("rank") for s in scores] == [1, None, 3, 4]
         assert scores[1].reward is None  # not the 0 of a bad rewrite
         assert [s.reward for s in scores if s.reward is not None] == pytest.approx(
@@ -302,7 +306,7 @@ def test_a_rollout_without_a_rank_is_left_out_and_counted():
         with pytest.raises(
             RetrieverAway, match=f"{faulty.url}/gold_ranks answered with status 500"
         ):  # training stops
-            grpo.score_rewrites(rollouts(), turns, remote, tokenizer, grpo.GRPOConfig())
+            grpo.score(run, rollouts(), turns)
 
 
 def test_a_wrong_address_is_a_clear_error_at_the_start():

@@ -573,12 +573,9 @@ def test_search_format(text, valid):
     assert check_search_format(text) is valid
 
 
-def test_an_invented_result_shows_in_the_count():
-    """The text alone cannot tell it from a real one."""
+def test_the_text_alone_cannot_tell_an_invented_result():
     text = SEARCH + SEARCH.replace("doc", "invented") + ANSWER
-    assert check_search_format(text) and check_search_format(text, results=2)
-    assert not check_search_format(text, results=1) and not check_search_format(text, results=0)
-    assert check_search_format(ANSWER, results=0)
+    assert check_search_format(text) and check_search_format(ANSWER)
 
 
 # ------------------------------------------------------------------------------------ hostile input

@@ -15,6 +15,7 @@ from scripted import (
     Script,
     agent_task,
     call,
+    measured,
     play,
     search_task,
     tokenizer,
@@ -23,10 +24,11 @@ from tokenizers import processors
 from transformers import AddedToken
 
 import reward
-from data import DataError
+from data import DataError, Question
 from engines.base import Sampling
 from episodes import episode, tools, trajectories
-from episodes.episode import EpisodeConfig, run_episodes
+from episodes.episode import run_episodes
+from episodes.tasks import EpisodeConfig
 from episodes.trajectories import read_conversations
 from runs import write_jsonl
 
@@ -35,10 +37,10 @@ def test_what_an_mcp_server_returned_is_unknown_not_nothing():
     task = agent_task()
     (e,), _ = play(task, [call(query="Ann"), "<answer>Lima</answer>"])
     assert episode.trajectory_row(e, LIMA, task, {})["retrieved"] == ["p0"]
-    assert episode.episode_figures(e, LIMA, task, ["p0"])["gold_recall"] == 1.0
+    assert measured(e, LIMA, task, ["p0"])["gold_recall"] == 1.0
     task.cfg = EpisodeConfig(mcp="http://localhost/mcp")  # its texts have no ids
     assert episode.trajectory_row(e, LIMA, task, {})["retrieved"] is None
-    assert episode.episode_figures(e, LIMA, task, ["p0"])["gold_recall"] is None
+    assert measured(e, LIMA, task, ["p0"])["gold_recall"] is None
 
 
 def test_a_call_that_is_only_thought_of_stays_in_the_content():
@@ -129,7 +131,9 @@ def test_a_trajectory_is_encoded_as_it_was_sampled(make, turns, template):
     """What SFT trains on is token for token the rollout: prompt, turns, results; masks too."""
     task = make(tok=tokenizer(template))
     engine = Script(turns)
-    (e,) = run_episodes(engine, [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096)
+    (e,) = run_episodes(
+        engine, [task.prompt(Question("q", "Where?", []))], Sampling(max_tokens=3000), task, 4096
+    )
     row = json.loads(json.dumps(episode.trajectory_row(e, LIMA, task, {})))
     ids, mask = trajectories.encode(task.tokenizer, row)
     assert (
@@ -139,17 +143,21 @@ def test_a_trajectory_is_encoded_as_it_was_sampled(make, turns, template):
 
 def test_base_models_get_one_string(tmp_path):
     task = search_task(template="base", tok=tiny.tiny_tokenizer(chat=False))
-    text = task.tokenizer.decode(task.prompt("Where is {it} <|im_end|>?"))
+    text = task.tokenizer.decode(task.prompt(Question("q", "Where is {it} <|im_end|>?", [])))
     assert (
         text.endswith("User: Where is {it} < |im_end|>? Assistant:") and "<|im_start|>" not in text
     )
     (e,) = run_episodes(
-        Script([THINK, ANSWER]), [task.prompt("Where?")], Sampling(max_tokens=3000), task, 4096
+        Script([THINK, ANSWER]),
+        [task.prompt(Question("q", "Where?", []))],
+        Sampling(max_tokens=3000),
+        task,
+        4096,
     )
     ids, mask = trajectories.encode(task.tokenizer, episode.trajectory_row(e, LIMA, task, {}))
     assert ids == e.prompt_ids + e.response_ids
     task.examples = [[{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A."}]]
-    shown = task.tokenizer.decode(task.prompt("Where?"))
+    shown = task.tokenizer.decode(task.prompt(Question("q", "Where?", [])))
     assert shown.endswith("\nUser: Who? Assistant: A.\nUser: Where? Assistant:")
     (tmp_path / "rules.txt").write_text("My rules.\n")
     assert search_task(instruction=str(tmp_path / "rules.txt")).messages("a")[0] == {
@@ -162,7 +170,9 @@ def test_an_instruction_may_name_a_token_that_is_not_special():
     """Reasoning models have `<think>` as one token; what the tokenizer calls special stays broken in a question."""
     tok = tiny.tiny_tokenizer(chat=False)
     tok.add_tokens([AddedToken("<think>", special=False)])
-    text = tok.decode(search_task(template="base", tok=tok).prompt("Where <|im_end|>?"))
+    text = tok.decode(
+        search_task(template="base", tok=tok).prompt(Question("q", "Where <|im_end|>?", []))
+    )
     assert "<think>" in text and "< think>" not in text and "< |im_end|>" in text
 
 
@@ -172,7 +182,7 @@ def test_a_prompt_without_a_template_never_ends_with_eos():
     tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A <|im_end|>", special_tokens=[("<s>", 3), ("<|im_end|>", 2)]
     )
-    ids = search_task(template="base", tok=tok).prompt("Where?")
+    ids = search_task(template="base", tok=tok).prompt(Question("q", "Where?", []))
     assert ids[0] == 3 and tok.decode(ids).endswith(" Assistant:")
 
 
@@ -221,7 +231,7 @@ def test_examples_in_either_form_of_calls_make_the_same_prompt(tmp_path):
         )
         task = agent_task(tok=tokenizer(template))
         task.examples = read_conversations(str(tmp_path / "x.jsonl"))
-        return task.tokenizer.decode(task.prompt("Where?"))
+        return task.tokenizer.decode(task.prompt(Question("q", "Where?", [])))
 
     for template in (HERMES, tiny.CHATML):
         assert prompt('{"query": "who"}', template) == prompt({"query": "who"}, template)
@@ -245,7 +255,7 @@ def test_no_text_can_hold_a_placeholder():
     ]
     task = search_task()
     task.examples = shown
-    text = task.tokenizer.decode(task.prompt("Where \ue0002\ue001?"))
+    text = task.tokenizer.decode(task.prompt(Question("q", "Where \ue0002\ue001?", [])))
     assert text.count("\ue0002\ue001") == 4 and "A\ue0002\ue001.<|im_end|>" in text
 
 

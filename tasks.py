@@ -1,0 +1,258 @@
+"""The three tasks, which grpo.py and infer.py open from their configuration and use alike.
+
+A task says what a prompt is, how responses are sampled and read, and what they are worth:
+
+    prompt(item) → token ids                     items are turns, or questions
+    rollouts(engine, prompts, samplings)         one turn of the model, or whole episodes
+    read(rollout) → answer                       with its `text`, and whether it `failed`
+    measure(answers, items) → figures            what is logged of each; searches rewrites
+    reward(answer, figures)                      of an answer that did not fail
+    validate(rollouts, items, dev) → figures     of greedy rollouts; `best` chooses the policy
+    row(item, rollout, request)                  a line of infer.py's output
+    means(lines), settings(cfg)                  its summary, and what decides it beside prompts
+    seconds()                                    of searches while sampling, for the log
+
+`Rewrite` is here, `search` and `agent` are in episodes/tasks.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import data
+from config import ConfigError, at_least
+from data import DataError, Turn, one_line
+from distributed import gather_rows, print0
+from engines.base import EngineConfig, Rollout
+from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, check_episode
+from episodes.tools import MCPTools, RetrieverTools
+from episodes.trajectories import read_conversations
+from prompts import (
+    decode_response,
+    encode_chat,
+    few_shot_prompt,
+    read_examples,
+    read_instruction,
+)
+from retriever import RetrieverConfig, open_retriever
+from reward import Parsed, parse_response, score_rewrite
+from rollout import check_engine
+from runs import read_json
+from scoring.ranking import evaluate_run, read_qrels
+from search.passages import PassageIds, Texts
+
+
+@dataclass
+class TaskConfig:
+    """What the configurations of grpo.py and infer.py share."""
+
+    task: Literal["rewrite", "search", "agent"] = "rewrite"
+    """a response is a rewritten question, or an episode that searches and answers"""
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    """the search engine that gives ranks; search, agent: what episodes search, whose `corpus` has
+    the texts that are shown"""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """search, agent: budgets, form and reward of an episode"""
+    instruction: str = ""
+    """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
+    max_prompt_tokens: Annotated[int, at_least(1)] = 1536
+    """longer prompts are left out and counted"""
+    max_response_tokens: Annotated[int, at_least(1)] = 1024
+    """sampling stops here; of an episode, with what is shown to the model"""
+    parser: Literal["strict", "paper"] = "strict"
+    """what is well formed; `paper`: the original's expressions, of its training or its inference"""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """what samples"""
+
+
+@dataclass
+class Response:
+    """A response to a turn, as it was read."""
+
+    text: str
+    parsed: Parsed
+    failed: bool  # for a technical reason, in the engine or in its search
+
+
+class Rewrite:
+    """Rewrite the questions of conversations; the reward is the rank of the gold passage."""
+
+    items, best = "turns", "dev_mrr"
+    equal_calls = True  # all processes call the engine equally often
+    statuses = ("ok", "malformed", "engine_error", "too_long")
+    read_items = staticmethod(data.read_turns)
+
+    def __init__(self, cfg: TaskConfig, tokenizer, examples=(), parse: Callable | None = None):
+        self.cfg, self.tokenizer, self.examples = cfg, tokenizer, examples
+        self.parse = parse or functools.partial(parse_response, parser=cfg.parser)
+        self.instruction = read_instruction(cfg.instruction)
+
+    @functools.cached_property
+    def retriever(self):
+        return open_retriever(self.cfg.retriever)
+
+    def rewarded_items(self, path: str) -> list[Turn]:
+        """The turns of a file that have a gold passage."""
+        turns, dropped = data.with_gold(data.read_turns(path), self.retriever.passage_ids, path)
+        if dropped:
+            print0(f"{path}: {dropped} turns without a gold passage left out")
+        return turns
+
+    def prompt(self, turn: Turn) -> list[int]:
+        chat = few_shot_prompt(turn, self.examples, self.instruction)
+        return encode_chat(self.tokenizer, chat)
+
+    def rollouts(self, engine, prompts, samplings, progress=None) -> list[Rollout]:
+        return engine.generate(prompts, samplings, progress)
+
+    def unsampled(self, prompt_ids: list[int], sample: int) -> Rollout:
+        """What stands for a response to a prompt that is too long."""
+        return Rollout(prompt_ids, [], [], [], 0, "too_long")
+
+    def read(self, rollout: Rollout) -> Response:
+        text = decode_response(self.tokenizer, rollout.response_ids)
+        return Response(text, self.parse(text), rollout.end == "engine_error")
+
+    def measure(self, answers: list[Response], turns: list[Turn]) -> list[dict]:
+        """Rewrite, form, rank of the gold passage: malformed responses are not searched, equal
+        queries of a turn once; a search that failed fails its response."""
+        asked = [
+            (t.query_id, one_line(a.parsed.rewrite))
+            if a.parsed.well_formed and not a.failed
+            else None
+            for a, t in zip(answers, turns)
+        ]
+        searches = [query for query in dict.fromkeys(asked) if query]
+        golds = {t.query_id: t.gold_ids for t in turns}
+        texts = [text for _, text in searches]
+        # every process asks, if only for nothing: an index across them needs all
+        found = self.retriever.gold_ranks(texts, [golds[id_] for id_, _ in searches])
+        ranks, figures = dict(zip(searches, found)), []
+        for answer, query in zip(answers, asked):
+            _, rewrite, well_formed = answer.parsed
+            rank = ranks.get(query)
+            if rank is not None and math.isnan(rank):  # search.passages.FAILED
+                rank, answer.failed = None, True
+            figures.append({"rewrite": rewrite, "well_formed": well_formed, "rank": rank})
+        return figures
+
+    def reward(self, answer: Response, figures: dict) -> float:
+        cfg, rank = self.cfg, figures["rank"]
+        return score_rewrite(answer.text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
+
+    def validate(self, rollouts: list[Rollout], turns: list[Turn], dev: list[Turn]) -> dict:
+        """Metrics over `dev`, the turns of all ranks; a malformed response searches the raw
+        question."""
+        parsed = [self.read(r).parsed for r in rollouts]
+        queries = [p.rewrite if p.well_formed else t.question for p, t in zip(parsed, turns)]
+        hits = self.retriever.search([one_line(query) for query in queries], 100)
+        own = [(t.query_id, h, p.well_formed) for t, h, p in zip(turns, hits, parsed)]
+        rows = gather_rows(own)
+        qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in dev}
+        figures = evaluate_run({query_id: hits for query_id, hits, _ in rows}, qrels)
+        del figures["queries"], figures["missing"]
+        return figures | {"format_rate": sum(well_formed for *_, well_formed in rows) / len(rows)}
+
+    def row(self, turn: Turn, rollout: Rollout, request: dict) -> dict:
+        """For all statuses but `ok` the rewrite is the raw question."""
+        answer, status = self.read(rollout), rollout.end
+        think, rewrite, well_formed = answer.parsed
+        rewrite = one_line(rewrite or "")
+        if status in ("eos", "stop", "length"):
+            status = "ok" if well_formed and rewrite else "malformed"
+        ok = status == "ok"
+        return {
+            "status": status,
+            "rewrite": rewrite if ok else one_line(turn.question),
+            "think": think if ok else None,
+            "response": answer.text,
+        }
+
+    def means(self, rows: list[dict]) -> dict[str, float]:
+        return {}
+
+    def settings(self, cfg) -> dict:
+        return {}
+
+    def seconds(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+TASKS = {"rewrite": Rewrite, "search": SearchTask, "agent": AgentTask}
+Task = Rewrite | SearchTask | AgentTask
+
+
+def check_task(cfg: TaskConfig) -> None:
+    """ConfigError for settings of engine and task that cannot work; loads nothing."""
+    check_engine(cfg.engine, TASKS[cfg.task].equal_calls)
+    if cfg.task != "rewrite":
+        check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
+
+
+def open_task(
+    cfg: TaskConfig,
+    tokenizer,
+    examples: str = "",
+    parse: Callable | None = None,
+    qrels: list[str] = (),
+) -> Task:
+    """The task of a configuration; examples: file for the few-shot prompt; parse: of rewrites, text
+    → Parsed; qrels: files with the gold passages of questions."""
+    if cfg.task == "rewrite":
+        return Rewrite(cfg, tokenizer, read_examples(examples) if examples else (), parse)
+    kind, episode, retriever = TASKS[cfg.task], cfg.episode, cfg.retriever
+    if not episode.mcp and retriever.across_ranks:
+        raise ConfigError(
+            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
+            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
+        )
+    if not episode.mcp and not retriever.corpus:
+        raise ConfigError(
+            f"task={cfg.task} shows passages: give retriever.corpus=FILE, which the index is made "
+            "of"
+        )
+    shown = read_conversations(examples) if examples else []
+    if episode.mcp:
+        tools = MCPTools(episode.mcp, episode.timeout)
+        return kind(episode, tokenizer, tools, shown, read_golds(qrels))
+    opened = open_retriever(retriever)
+    ids = opened.passage_ids
+    golds = read_golds(qrels, ids)
+    if not hasattr(ids, "position"):  # a served index: the order is the corpus file's
+        ids = PassageIds([p.id for p in data.read_corpus(retriever.corpus)])
+    documents = Texts(retriever.corpus, ids).document
+    numbered = cfg.task == "agent"
+    tools = RetrieverTools(opened, documents, episode.top_k, episode.timeout, numbered)
+    return kind(episode, tokenizer, tools, shown, golds)
+
+
+def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
+    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
+    golds: dict[str, list[str]] = {}
+    for path in paths:
+        for query, judged in read_qrels(path).items():
+            golds[query] = [p for p, gain in judged.items() if gain > 0]
+            for passage in golds[query] if passage_ids is not None else []:
+                if passage not in passage_ids:
+                    raise DataError(
+                        f"{path}: gold passage {passage!r} is not in the index; give its own qrels"
+                    )
+    return golds
+
+
+def other_task(cfg: TaskConfig) -> str:
+    """What the model's folder says it was trained with where that is another prompt, else ""."""
+    trained = read_json(os.path.join(cfg.model, "task.json"))
+    own = {"task": cfg.task}
+    if cfg.task == "search":
+        own["template"] = cfg.episode.template
+    return "" if trained is None or own.items() <= trained.items() else json.dumps(trained)
