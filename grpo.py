@@ -308,11 +308,14 @@ def sample_step(run: Run, step: int) -> tuple[list[Rollout], list]:
     return rollouts, [run.items[order[p]] for p in places]
 
 
-def sample(run: Run, prompt_ids: list[list[int]], samplings: list[Sampling]) -> list[Rollout]:
+def sample(
+    run: Run, prompt_ids: list[list[int]], samplings: list[Sampling], progress=None
+) -> list[Rollout]:
     """Responses to the prompts: one turn each, or whole episodes."""
     if run.task is None:
-        return run.engine.generate(prompt_ids, samplings)
-    return episode.run_episodes(run.engine, prompt_ids, samplings, run.task, run.engine.max_length)
+        return run.engine.generate(prompt_ids, samplings, progress)
+    given = run.task, run.engine.max_length, progress
+    return episode.run_episodes(run.engine, prompt_ids, samplings, *given)
 
 
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
@@ -511,7 +514,11 @@ def validate(run: Run, step: int) -> dict[str, float]:
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
-    rollouts = sample(run, [run.dev_prompts[i] for i in mine], [greedy] * len(mine))
+    bar = runs.Progress(len(mine), "validation", "responses", 0.1) if run.dist.rank == 0 else None
+    ids, samplings = [run.dev_prompts[i] for i in mine], [greedy] * len(mine)
+    rollouts = sample(run, ids, samplings, bar and bar.reach)
+    if bar:
+        bar.close()
     figures = training.dev_figures(run, rollouts, [run.dev[i] for i in mine])
     training.keep_best(run, step, figures[run.metric])
     seconds = time.perf_counter() - began

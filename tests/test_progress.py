@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import runs
+import training
 
 
 @pytest.fixture
@@ -29,6 +32,29 @@ def test_nothing_done_has_no_rate(clock, capsys):
     progress.update(0)
     assert capsys.readouterr().err == "sampling:  51% 51/100 [01:42<01:38,  2.00s/ responses]\n"
     progress.close()
+
+
+def test_a_batch_whose_responses_end_late_has_an_estimate_from_a_tenth_on(clock, capsys):
+    progress = runs.Progress(200, "sampling", "responses", 0.1)
+    clock[0] = 40
+    progress.reach(19, 200, 5.0)
+    progress.reach(18)  # never backwards
+    assert capsys.readouterr().err == "sampling: 19/200 [00:40<?]\n"
+    clock[0] = 80
+    progress.reach(40)
+    line = "sampling:  20% 40/200 [01:20<05:20,  2.00s/ responses]\n"
+    assert progress.done == 40 and capsys.readouterr().err == line
+
+
+def test_the_time_left_of_a_training_leaves_the_first_step_out():
+    steps = [
+        {"step": n, "seconds_sample": s, "seconds_update": 1.0}
+        for n, s in enumerate([300.0, 4, 6], 1)
+    ]
+    run = SimpleNamespace(steps=13, history=steps[:1])
+    assert training.time_left(run) == "?"
+    run.history = steps
+    assert training.time_left(run) == "01:00"  # 10 steps of 6 s
 
 
 def test_an_unknown_total_has_no_share_and_no_remaining_time(clock, capsys):
