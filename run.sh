@@ -63,6 +63,8 @@ Files: data/demo (corpus, turns, qrels), $demo/sft (records, warm-up), $demo/grp
 The table holds what the intervals allow and no more: few steps, 100 test turns.  To train for real, on a GPU:
   torchrun --nproc-per-node 1 grpo.py --config configs/demo-grpo.yaml out=runs/long steps=200 prompts_per_step=32 \\
     group_size=8
+The run as a page, for a browser (did it work, the rollouts, where the time went):
+  $PWD/$demo/grpo/report.html
 EOF
 }
 
