@@ -8,6 +8,9 @@ import pytest
 import runs
 import training
 
+from engines.base import Rollout, Sampling
+from engines.torch_engine import _Request, _share_done
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -55,6 +58,18 @@ def test_the_time_left_of_a_training_leaves_the_first_step_out():
     assert training.time_left(run) == "?"
     run.history = steps
     assert training.time_left(run) == "01:00"  # 10 steps of 6 s
+
+
+def test_the_share_of_a_batch_follows_its_tokens_and_its_ends():
+    def request(tokens, end):
+        rollout = Rollout([1], [2] * tokens, [], [], 0, end)
+        return _Request(rollout, Sampling(max_tokens=40), None, 0)
+
+    assert _share_done([request(9, ""), request(0, "")]) == 0
+    # one of four has ended after 20 tokens; 60 tokens an end are above the limit of 40
+    running = [request(20, "eos"), request(20, ""), request(20, ""), request(0, "")]
+    assert _share_done(running) == pytest.approx((1 / 4 + 60 / (20 + 3 * 40)) / 2)
+    assert _share_done([request(7, "eos"), request(40, "length")]) == 1
 
 
 def test_an_unknown_total_has_no_share_and_no_remaining_time(clock, capsys):
