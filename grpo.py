@@ -428,7 +428,11 @@ def validate(run: Run, step: int) -> dict[str, float]:
     began = time.perf_counter()
     mine = range(run.dist.rank, len(run.dev), run.dist.world)
     greedy = Sampling(temperature=0.0, max_tokens=run.cfg.max_response_tokens)
-    rollouts = run.task.rollouts(run.engine, [run.dev_prompts[i] for i in mine], greedy)
+    bar = runs.Progress(len(mine), "validation", "responses", 0.1) if run.dist.rank == 0 else None
+    asked = [run.dev_prompts[i] for i in mine]
+    rollouts = run.task.rollouts(run.engine, asked, greedy, bar and bar.reach)
+    if bar:
+        bar.close()
     found = run.task.validate(rollouts, [run.dev[i] for i in mine], run.dev)
     figures = {f"dev_{key}": value for key, value in found.items()}
     training.keep_best(run, step, figures[run.task.best])

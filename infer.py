@@ -144,12 +144,12 @@ def sample_left(
     process makes as many calls: an engine over several needs that."""
     engine = open_engine(cfg, tokenizer, dist)
     total = len(left) * cfg.samples
-    bar = runs.Progress(total, "sampling", "responses") if dist.rank == 0 else None
+    bar = runs.Progress(total, "sampling", "responses", 0.1) if dist.rank == 0 else None
     mine, tokens, finished = left[dist.rank :: dist.world], 0, 0
 
     def show(further: int, *_) -> None:
         if bar:  # the other processes are about as far
-            bar.update(min((finished + further) * dist.world, total) - bar.done)
+            bar.reach(min((finished + further) * dist.world, total))
 
     path = f"{cfg.out}.rank{dist.rank:03d}"
     with runs.naming(path), open(path, "a", encoding="utf-8", newline="\n") as part:

@@ -24,7 +24,7 @@ from lora import (
     load_adapter,
     merge_adapter,
 )
-from packing import _logprobs_forward, compile_function, computes_on, token_logprobs  # noqa: F401
+from packing import _logprobs_forward, compile_function, token_logprobs  # noqa: F401
 
 DYNAMIC = None  # torch.compile's: from the second length on the length is a variable; False: never
 BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError)
@@ -190,8 +190,7 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, weight decay on all of them, as in verl."""
     params = [p for p in model.parameters() if p.requires_grad]
-    fused = computes_on(model)[0].type == "cuda"
-    return torch.optim.AdamW(params, lr, betas, 1e-8, weight_decay, fused=fused)
+    return torch.optim.AdamW(params, lr, betas, 1e-8, weight_decay, fused=True)
 
 
 def lr_at(

@@ -21,18 +21,19 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-ROW_TOKENS = 2048  # in one row of share_prefixes: bounds its attention mask
 BLOCK = 128  # tokens of a tile of flex attention
 ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
 KEY_HEADS = 16  # flex attention gets keys and values of so many heads, repeated if there are fewer
 SHARING_PAYS = 1.06  # factor in tokens saved from which flex attention beats flash attention
 CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
 RECOMPILES = 32  # of one function: layouts, two dtypes, with and without gradient
+NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: transformers makes none
 ACTIVATIONS = 0.99  # share that compiled layers keep for the backward pass; the rest is redone
 
 
@@ -46,13 +47,16 @@ def packed_attention(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    segments: list[Segment] | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention: query (R, H, S, D), key, value (R, K, S, D) → (R, S, H, D).
 
     A BlockMask (`prefix_shared`): flex attention; `cu_seq_lens_q` (`varlen`): flash attention;
-    else sdpa, with the mask or causal.
+    `segments`: one sdpa for each; else sdpa, with the mask or causal.
     """
+    if segments is not None:
+        return _attend_segments(query, key, value, segments, scaling).transpose(1, 2), None
     if isinstance(attention_mask, BlockMask):
         cpu = query.device.type == "cpu"
         # A program of flex attention's backward pass takes a tile of keys through all queries of
@@ -77,6 +81,29 @@ def packed_attention(
     )
 
 
+@torch.compiler.disable  # each batch has other segments
+def _attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], scale: float | None
+) -> Tensor:
+    """query (1, H, S, D), key, value (1, K, S, D) of a SharedLayout → (1, H, S, D).
+
+    Each segment attends to what it sees; one product with a mask would be S x S, most of it hidden.
+    """
+    sizes = [s.end - s.begin for s in segments]
+    queries, *stored = (x.split(sizes, dim=2) for x in (query, key, value))
+    place = {s.number: i for i, s in enumerate(segments)}
+    out = []
+    for s, q in zip(segments, queries):
+        numbers = dict.fromkeys([0, s.prompt.number if s.prompt else 0, s.number])
+        k, v = (torch.cat([parts[place[n]] for n in numbers], dim=2) for parts in stored)
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask.tril_(k.shape[2] - q.shape[2])
+        out.append(
+            scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(out, dim=2)
+
+
 def key_copies(heads: int, key_heads: int) -> int:
     """How often a key/value head is repeated to have KEY_HEADS, or as many as query heads."""
     shared = heads // key_heads
@@ -89,6 +116,7 @@ def key_copies(heads: int, key_heads: int) -> int:
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", sdpa_mask)  # 2-D masks; 4-D ones are not touched
 FLEX_OPTIONS = {"IS_DIVISIBLE": True}  # `pack` pads to BLOCK
+
 _GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch > 2.11 asks for it
 _VARLEN_GQA = {"enable_gqa": True} if _GQA else {}
 
@@ -115,9 +143,8 @@ _compiled = functools.cache(compile_function)
 
 
 class Segment(NamedTuple):
-    """tokens[b, begin:end] of a batch, in a row of a layout from a column on."""
+    """tokens[b, begin:end] of a batch, in the row of a layout from a column on."""
 
-    row: int
     column: int
     b: int
     begin: int
@@ -134,24 +161,17 @@ class Segment(NamedTuple):
 class SharedLayout:
     """Sequences whose common prompts are computed once, on the CPU.
 
-    A row is the beginning that all its prompts share, then, prompt by prompt, the rest of the
-    prompt and its responses: segments, of which a token sees its own, the prompt's and the common
+    The row is the beginning that all prompts share, then, prompt by prompt, the rest of the prompt
+    and its responses: segments, of which a token sees its own, the prompt's and the common
     beginning.
     """
 
-    tokens: Tensor  # (R, S) int64
-    position_ids: Tensor  # (R, S) int64: place in the sequence, not in the row
-    segment_ids: Tensor  # (R, S) int32: 0 is the common beginning, -1 padding
-    prompt_segment: Tensor  # (R, S) int32: segment of the prompt, of a response's token; else -1
-    state_index: Tensor  # (B, T) int64: which of the R * S states predicts tokens[b, t+1]
-    segments: list[Segment]
-
-    @property
-    def mask(self) -> Tensor:
-        """(R, 1, S, S) bool: causal, and a token sees its own sequence, never another one's."""
-        key, query = self.segment_ids[:, None], self.segment_ids[:, :, None]
-        prompt = self.prompt_segment[:, :, None]
-        return ((key == 0) | (key == query) | (key == prompt)).tril_()[:, None]
+    tokens: Tensor  # (1, S) int64
+    position_ids: Tensor  # (1, S) int64: place in the sequence, not in the row
+    segment_ids: Tensor  # (1, S) int32: 0 is the common beginning, -1 padding
+    prompt_segment: Tensor  # (1, S) int32: segment of the prompt, of a response's token; else -1
+    state_index: Tensor  # (B, T) int64: which of the S states predicts tokens[b, t+1]
+    segments: list[Segment]  # as they stand in the row
 
 
 def common_beginning(prompts: list[np.ndarray]) -> int:
@@ -168,58 +188,51 @@ def share_prefixes(
     attention_mask: Tensor,
     prompt_lengths: Tensor,
     group_ids: Tensor,
-    row_tokens: int | None = None,
     multiple: int = 1,
 ) -> SharedLayout:
     """Lay out right-padded tokens (B, T+1); those of equal group_ids (B,) have one prompt.
 
-    attention_mask (B, T+1), prompt_lengths (B,). A row holds up to `row_tokens` (default
-    ROW_TOKENS; at least one sequence) and is padded to a multiple of `multiple`. The last token of
-    a sequence is nobody's input and is left out.
+    attention_mask (B, T+1), prompt_lengths (B,). The row is padded to a multiple of `multiple`. The
+    last token of a sequence is nobody's input and is left out.
     """
-    limit = ROW_TOKENS if row_tokens is None else row_tokens
     ids, prompts = tokens.cpu().numpy(), prompt_lengths.tolist()
     lengths = (attention_mask.sum(-1) - 1).tolist()
     groups: dict[int, list[int]] = {}
     for b, group in enumerate(group_ids.tolist()):
         groups.setdefault(group, []).append(b)
     common = common_beginning([ids[b, : prompts[b]] for b, *_ in groups.values()])
-    widths: list[int] = []
     segments: list[Segment] = []
     sequences: dict[int, tuple[Segment, ...]] = {}
 
     def append(*fields) -> Segment:
-        """Put a segment behind what the last row has."""
-        segments.append(Segment(len(widths) - 1, widths[-1], *fields))
-        widths[-1] = segments[-1].columns[1]
+        """Put a segment behind the last one."""
+        segments.append(Segment(segments[-1].columns[1] if segments else 0, *fields))
         return segments[-1]
 
+    start = append(0, 0, common, 0)
     for number, members in enumerate(groups.values(), 1):
-        prompt, p = None, prompts[members[0]]
+        p = prompts[members[0]]
+        prompt = append(members[0], common, p, number)
         for b in members:
-            if not widths or widths[-1] + lengths[b] - (p if prompt else common) > limit:
-                widths.append(0)
-                start, prompt = append(b, 0, common, 0), None
-            prompt = prompt or append(b, common, p, number)
             response = append(b, p, max(p, lengths[b]), len(groups) + 1 + b, prompt)
             sequences[b] = start, prompt, response
-    width = -(-max(widths) // multiple) * multiple
-    token, position = np.zeros((2, len(widths), width), dtype=np.int64)
-    segment_ids, prompt_segment = np.full((2, len(widths), width), -1, dtype=np.int32)
+    width = -(-segments[-1].columns[1] // multiple) * multiple
+    token, position = np.zeros((2, 1, width), dtype=np.int64)
+    segment_ids, prompt_segment = np.full((2, 1, width), -1, dtype=np.int32)
     for s in segments:
-        at = s.row, slice(*s.columns)
+        at = 0, slice(*s.columns)
         token[at], position[at] = ids[s.b, s.begin : s.end], np.arange(s.begin, s.end)
         segment_ids[at], prompt_segment[at] = s.number, s.prompt.number if s.prompt else -1
     state_index = np.zeros((len(ids), ids.shape[1] - 1), dtype=np.int64)
     for b, parts in sequences.items():
         for s in parts:
-            state_index[b, s.begin : s.end] = s.row * width + np.arange(*s.columns)
+            state_index[b, s.begin : s.end] = np.arange(*s.columns)
     arrays = (token, position, segment_ids, prompt_segment, state_index)
     return SharedLayout(*map(torch.from_numpy, arrays), segments)
 
 
 def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
-    """Flex attention's form of `layout.mask`, for one row whose length is a multiple of BLOCK.
+    """Flex attention's form of what the layout's tokens see; its length is a multiple of BLOCK.
 
     What create_block_mask finds by trying all S x S pairs follows from the segments' ends: tiles of
     BLOCK x BLOCK are seen wholly, in part, or not at all, and the last are never computed.
@@ -284,15 +297,18 @@ def computes_on(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
     """The layout for sequences of these lengths, `shared` tokens when prompts are laid out once.
 
-    `padded` (sdpa, dense mask): on the CPU, and for heads too small for flex attention. On a GPU
-    `prefix_shared` (flex attention) where that saves enough tokens (SHARING_PAYS, measured in
+    `padded` (nothing shared): for a model without this file's attention. `segments` (an sdpa for
+    each): on the CPU, and for heads too small for flex attention. On a GPU `prefix_shared` (flex
+    attention) where that saves enough tokens (SHARING_PAYS, measured in
     bench/results/layout_3b.json) or the dtype is float32; else `varlen` (flash attention).
     """
     device, dtype = computes_on(model)
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if device.type != "cuda" or config._attn_implementation != "packed" or head < 16:
+    if config._attn_implementation != "packed":
         return "padded"
+    if device.type != "cuda" or head < 16:
+        return "segments"
     half = dtype in (torch.bfloat16, torch.float16)
     return "varlen" if half and sum(lengths) < SHARING_PAYS * shared else "prefix_shared"
 
@@ -327,18 +343,18 @@ def pack(
     if groups is not None:
         lengths = [n - 1 for n in attention_mask.sum(-1).tolist()]
         layout = layout or choose_layout(model, lengths, unique_tokens(attention_mask, *groups))
-        if layout == "varlen":
-            inputs, state_index = _varlen(tokens, lengths)
+    if layout == "varlen":
+        inputs, state_index = _varlen(tokens, lengths)
+    elif layout in ("prefix_shared", "segments"):
+        flex = layout == "prefix_shared"
+        multiple = ROW_MULTIPLE if flex else 1
+        shared = share_prefixes(tokens, attention_mask, *groups, multiple)
+        inputs = {"input_ids": shared.tokens, "position_ids": shared.position_ids}
+        if flex:
+            inputs["attention_mask"] = block_mask(shared, device)
         else:
-            one_row = layout == "prefix_shared"
-            rows = (1 << 60, ROW_MULTIPLE) if one_row else ()
-            shared = share_prefixes(tokens, attention_mask, *groups, *rows)
-            inputs = {
-                "input_ids": shared.tokens,
-                "position_ids": shared.position_ids,
-                "attention_mask": block_mask(shared, device) if one_row else shared.mask,
-            }
-            state_index, computed = shared.state_index, int((shared.segment_ids >= 0).sum())
+            inputs |= {"segments": shared.segments, "attention_mask": NO_MASK}
+        state_index, computed = shared.state_index, int((shared.segment_ids >= 0).sum())
     elif not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
         # padding on the left; on the right the causal mask hides it, with faster kernels
         inputs["attention_mask"] = mask = attention_mask[:, :-1]
@@ -370,7 +386,7 @@ def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
     inputs = dict(zip(("input_ids", "position_ids"), rows)) | {
         "cu_seq_lens_q": torch.from_numpy(cuts.astype(np.int32)),
         "max_length_q": int(np.diff(cuts).max()),
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),  # 4-D: transformers makes none
+        "attention_mask": NO_MASK,
     }
     state_index = torch.zeros(real.shape, dtype=torch.int64)
     state_index[real] = torch.arange(total)
@@ -412,7 +428,7 @@ def _logprobs_forward(
     chunk = _compiled(_chunk_logprobs) if compiled else _chunk_logprobs
     rows = states.index_select(0, packed.state_index)  # (M, D)
     size = -(-len(rows) // -(-len(rows) // CHUNK_TOKENS))  # chunks of equal size
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and size < len(rows):  # one chunk's logits are needed at once anyway
         options = {"use_reentrant": False, "preserve_rng_state": False}
         chunk = functools.partial(checkpoint, chunk, **options)
     chunks = zip(rows.split(size), packed.targets.split(size))

@@ -23,7 +23,7 @@ setup() {  # $1: a requirements file
   fi
   if [ ! -f "$stamp" ] || [ requirements.txt -nt "$stamp" ] || [ "$1" -nt "$stamp" ]; then
     say "installing $1 (PyTorch is the large part)"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check -q -r "$1"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-compile -q -r "$1"
     touch "$stamp"
   fi
 }
@@ -43,15 +43,15 @@ demo() {
   "$py" retriever.py kind=dense corpus=data/demo/corpus.jsonl encoder=models/minilm index=$demo/index
   say "3/8 the base model, with the few-shot prompt, on held-out test conversations"
   "$py" infer.py model=models/smollm2 turns=data/demo/test.jsonl prompt=few-shot examples=demo/examples.jsonl \
-    max_response_tokens=48 out=$demo/base.jsonl
+    max_response_tokens=48 chunk=100 out=$demo/base.jsonl
   say "4/8 self-driven warm-up: sample, keep what retrieves, fine-tune"
   "$py" sft.py --config configs/demo-sft.yaml
   say "5/8 the warmed-up model on the test conversations"
-  "$py" infer.py model=$demo/sft/final turns=data/demo/test.jsonl max_response_tokens=48 out=$demo/warmup.jsonl
+  "$py" infer.py model=$demo/sft/final turns=data/demo/test.jsonl max_response_tokens=48 chunk=100 out=$demo/warmup.jsonl
   say "6/8 GRPO: a handful of steps (a real run takes hundreds; this shows that and how it works)"
   "$py" grpo.py --config configs/demo-grpo.yaml
   say "7/8 the trained model on the test conversations"
-  "$py" infer.py model=$demo/grpo/final turns=data/demo/test.jsonl max_response_tokens=48 out=$demo/grpo.jsonl
+  "$py" infer.py model=$demo/grpo/final turns=data/demo/test.jsonl max_response_tokens=48 chunk=100 out=$demo/grpo.jsonl
   say "8/8 retrieval metrics of all of them"
   "$py" evaluate.py turns=data/demo/test.jsonl qrels=data/demo/test.qrels query=question,first,first+question,previous+question,context \
     rewrites=$demo/base.jsonl,$demo/warmup.jsonl,$demo/grpo.jsonl \
@@ -63,6 +63,8 @@ Files: data/demo (corpus, turns, qrels), $demo/sft (records, warm-up), $demo/grp
 The table holds what the intervals allow and no more: few steps, 100 test turns.  To train for real, on a GPU:
   torchrun --nproc-per-node 1 grpo.py --config configs/demo-grpo.yaml out=runs/long steps=200 prompts_per_step=32 \\
     group_size=8
+The run as a page, for a browser (did it work, the rollouts, where the time went):
+  $PWD/$demo/grpo/report.html
 EOF
 }
 

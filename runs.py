@@ -284,25 +284,39 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
 
 
 class Progress:
-    """tqdm's bar on a terminal; in a log its line every half minute, and nothing for short work."""
+    """tqdm's bar on a terminal; in a log its line every half minute, and nothing for short work.
 
-    def __init__(self, total: int, what: str, unit: str = "passages", every: float = 30.0):
+    No rate and no time left before the share `enough` is done: the responses of a batch end late
+    and almost together.
+    """
+
+    EARLY = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<?]"
+
+    def __init__(self, total: int, what: str, unit: str = "passages", enough: float = 0.0):
         from tqdm import tqdm
 
-        self.total, self.every, self.done = total, every, 0
+        self.enough, self.done = enough * total, 0
         self.started = self.said = time.monotonic()
         meter = {"total": total or None, "unit": f" {unit}"}  # 0 is an unknown total
-        self.line = functools.partial(tqdm.format_meter, prefix=what, ncols=0, **meter)
-        self.bar = tqdm(desc=what, delay=2, **meter) if sys.stderr.isatty() else None
+        self.line = functools.partial(tqdm.format_meter, prefix=what, **meter)
+        # smoothing=0: the mean rate, as in a log
+        self.bar = tqdm(desc=what, delay=2, smoothing=0, **meter) if sys.stderr.isatty() else None
 
     def update(self, n: int) -> None:
         self.done += n
-        now = time.monotonic()
+        form, now = self.EARLY if self.done < self.enough else None, time.monotonic()
         if self.bar is not None:
+            self.bar.bar_format = form
             self.bar.update(n)
-        elif now - self.said >= self.every:
+        elif now - self.said >= 30:
             self.said = now
-            print(self.line(self.done, elapsed=now - self.started), file=sys.stderr, flush=True)
+            shown = {"bar_format": form} if form else {"ncols": 0}
+            line = self.line(self.done, elapsed=now - self.started, **shown)
+            print(line, file=sys.stderr, flush=True)
+
+    def reach(self, done: int, *_) -> None:
+        """`done` in all are done: an engine calls it so."""
+        self.update(max(0, done - self.done))
 
     def close(self) -> None:
         if self.bar is not None:

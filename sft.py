@@ -265,7 +265,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
             print0(
                 f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss "
                 f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | left "
-                f"{training.step_seconds(run) * (run.steps - row['step']) / 60:.0f}m"
+                f"{training.time_left(run)}"
             )
     result = {
         "model": os.path.join(cfg.out, "final"),

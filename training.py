@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import config
 import data
@@ -277,11 +278,14 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
     return out
 
 
-def step_seconds(run: Run) -> float:
-    """What a step has taken lately."""
+def time_left(run: Run) -> str:
+    """What the steps to come take if they take what the last ones took; the first step, which warms
+    up and compiles, tells nothing."""
     phases = [f"seconds_{phase}" for phase in PHASES]
-    took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[-20:]]
-    return sum(took) / len(took)
+    took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[1:][-20:]]
+    if not took:
+        return "?"
+    return tqdm.format_interval(sum(took) / len(took) * (run.steps - run.history[-1]["step"]))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -363,7 +367,7 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
     runs.write_jsonl(path, rollouts)
-    print0(step_line(row, run.steps, step_seconds(run)))
+    print0(step_line(row, run.steps, time_left(run)))
     if row["step"] == 1:
         print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:

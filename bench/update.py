@@ -186,11 +186,7 @@ def kind_of(micro: MicroBatch) -> str:
     """Which layout a micro-batch has."""
     if "cu_seq_lens_q" in micro.packed.inputs:
         return "varlen"
-    return (
-        "padded"
-        if isinstance(micro.packed.inputs.get("attention_mask"), torch.Tensor)
-        else "prefix_shared"
-    )
+    return "segments" if "segments" in micro.packed.inputs else "prefix_shared"
 
 
 def compare(row: dict, others: list[dict], keys: tuple[str, ...]) -> dict:

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import sys
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Iterator, NamedTuple
 
@@ -36,11 +36,8 @@ class Reference(NamedTuple):
     possessive: str
 
 
-PRONOUNS = {
-    "it": Reference("it", "it", "its"),
-    "he": Reference("he", "him", "his"),
-    "she": Reference("she", "her", "her"),
-}
+WORDS = (("it", "it", "its"), ("he", "him", "his"), ("she", "her", "her"))
+PRONOUNS = {words[0]: Reference(*words) for words in WORDS}
 
 
 def by_name(name: str) -> Reference:
@@ -88,19 +85,16 @@ def read_tables(seed: int) -> list[Entity]:
     """The entities of all tables with their facts; the seed chooses each passage's template."""
     with open(f"{HERE}/tables/templates.yaml", encoding="utf-8") as f:
         forms = yaml.safe_load(f)
-    rows: list[tuple[str, dict[str, str]]] = []
-    kinds_of: dict[str, set[str]] = defaultdict(set)  # of the entities with a name
+    rows: list[tuple[str, str, dict[str, str]]] = []  # kind, name as it is compared, row
     for kind in forms:
         header, *lines = (line.split("\t") for _, line in read_lines(f"{HERE}/tables/{kind}.tsv"))
-        for line in lines:
-            row = dict(zip(header, line))
-            rows.append((kind, row))
-            kinds_of[bare(row["name"]).lower()].add(kind)
+        for row in (dict(zip(header, line)) for line in lines):
+            rows.append((kind, bare(row["name"]).lower(), row))
+    kinds = Counter(name for _, name in {(kind, name) for kind, name, _ in rows})
     entities: list[Entity] = []
     ids = (f"demo-{number:05d}" for number in itertools.count(1))
-    for kind, row in rows:
-        shared = len(kinds_of[bare(row["name"]).lower()]) > 1
-        entity = Entity(kind, forms[kind], row, shared)
+    for kind, name, row in rows:
+        entity = Entity(kind, forms[kind], row, shared=kinds[name] > 1)
         for aspect, form in forms[kind]["aspects"].items():
             if value := row.get(aspect):
                 entity.facts[aspect] = fact = Fact(entity, aspect, form, value, next(ids))
@@ -149,7 +143,7 @@ class Conversation:
     def open_facts(self, entity: Entity | None) -> list[Fact]:
         """What may be asked about an entity."""
         facts = entity.facts.values() if entity in self.entities else ()
-        return [fact for fact in facts if fact not in self.asked and fact not in self.facts]
+        return [f for f in facts if f not in self.asked and f not in self.facts]
 
     def pick(self, entity: Entity | None) -> Fact | None:
         """An open fact of the entity; three times as likely where the talk can go on from it."""
@@ -253,16 +247,15 @@ class Conversation:
     def sibling(self, last: Fact) -> bool:
         """The same aspect of another entity of the kind: "What about Spain?"."""
         kind = (last.entity.kind, last.entity.noun)
-        others = [e for e in self.entities if (e.kind, e.noun) == kind]
-        others = [e for e in others if e not in self.mentioned()]
+        known = self.mentioned()
+        others = [e for e in self.entities if (e.kind, e.noun) == kind and e not in known]
         facts = [f for e in others for f in self.open_facts(e) if f.aspect == last.aspect]
         facts = [f for f in facts if f.value != last.value]
         if not facts:
             return False
         fact = self.rng.choice(facts)
         form = self.rng.choice(["What about {}?", "And {}?", "How about {}?"])
-        label = fact.entity.label
-        return self.ask(fact, by_name(label), form.format(label))
+        return self.ask(fact, by_name(fact.entity.label), form.format(fact.entity.label))
 
 
 def draw_split(
@@ -289,12 +282,10 @@ def draw_split(
             continue
         number, failures = number + 1, 0
         asked.update(drawn.facts)
-        key, context = f"demo-{name}-{number:04d}", []
-        for i, (question, rewrite, answer) in enumerate(drawn.turns, 1):
-            golds = list(drawn.facts[i - 1].gold_ids)
-            turn = Turn(f"{key}_{i}", key, i, list(context), question, golds, answer, rewrite)
-            turns.append(turn)
-            context.append((question, answer))
+        key, context = f"demo-{name}-{number:04d}", [(q, a) for q, _, a in drawn.turns]
+        for i, (fact, (question, rewrite, answer)) in enumerate(zip(drawn.facts, drawn.turns)):
+            about = f"{key}_{i + 1}", key, i + 1, context[:i], question
+            turns.append(Turn(*about, list(fact.gold_ids), answer, rewrite))
     return turns, {fact.entity for fact in asked}
 
 

@@ -148,6 +148,24 @@ class _Request:
         return len(r.prompt_ids) + len(r.response_ids) - 1 - self.prompt.length
 
 
+def _share_done(requests: Sequence[_Request]) -> float:
+    """About how much of the work is done, 0 before the first response ends.
+
+    The mean of two shares, as those of a batch end late and together: of the responses, which is
+    too low for long, and of the tokens if a response ended every so many, which is too high.
+    """
+    lengths = [len(r.rollout.response_ids) for r in requests]
+    ended = sum(bool(r.rollout.end) for r in requests)
+    if not ended:
+        return 0.0
+    every = sum(lengths) / ended
+    expected = sum(
+        n if r.rollout.end else min(r.sampling.max_tokens, max(n + 1, every))
+        for r, n in zip(requests, lengths)
+    )
+    return (ended / len(requests) + sum(lengths) / expected) / 2
+
+
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
@@ -191,9 +209,10 @@ class TorchEngine(Engine):
     ) -> list[Rollout]:
         """Sample every prompt (a list of token ids); returns sum(n) rollouts, prompt-major.
 
-        `sampling`: one for all prompts or one a prompt. `progress(finished, total,
-        tokens_per_second)` is called now and then. Raises RolloutError before anything runs for
-        what check_requests refuses and for a batch that does not fit the card.
+        `sampling`: one for all prompts or one a prompt. `progress(done, total, tokens_per_second)`
+        is called now and then; responses under way are in `done` in part. Raises RolloutError
+        before anything runs for what check_requests refuses and for a batch that does not fit the
+        card.
         """
         prompts, samplings = self.check_requests(prompts, sampling)
         self.stats, started = GenerateStats(), time.perf_counter()
@@ -210,8 +229,8 @@ class TorchEngine(Engine):
         def report() -> None:
             self.stats.seconds = time.perf_counter() - started
             if progress is not None:
-                finished = sum(bool(r.rollout.end) for r in requests)
-                progress(finished, len(requests), self.stats.sampled_tokens / self.stats.seconds)
+                done = int(_share_done(requests) * len(requests))
+                progress(done, len(requests), self.stats.sampled_tokens / self.stats.seconds)
 
         implementation = self.model.config._attn_implementation
         self.model.set_attn_implementation("rollout")

@@ -98,8 +98,8 @@ def collapse_reason(history: list[dict], window: int = 10) -> str | None:
 PHASES = ("sample", "reward", "reference", "update", "sync")
 
 
-def step_line(row: dict, steps: int, seconds: float) -> str:
-    """The line that a step prints; `seconds` is what a step takes."""
+def step_line(row: dict, steps: int, left: str) -> str:
+    """The line that a step prints; `left`: the time that the others take."""
     keys = ("mrr", "hit@1") if "mrr" in row else ("f1", "em", "all_gold", "searches")
     keys = ("reward", *keys, "format_rate", "kl", "entropy", "flat_groups", "clipped")
     shown = " | ".join(f"{key} {row[key]:.3f}" for key in keys)
@@ -107,7 +107,7 @@ def step_line(row: dict, steps: int, seconds: float) -> str:
     return (
         f"step {row['step']:05d}/{steps:05d} | {shown} | response_tokens "
         f"{row['response_tokens']:.0f} | norm {row['grad_norm']:.2f} | lr {row['lr']:.2g} | {took} "
-        f"| left {seconds * (steps - row['step']) / 60:.0f}m"
+        f"| left {left}"
     )
 
 

@@ -460,7 +460,6 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
                 batch.attention_mask[piece],
                 batch.prompt_lengths[piece],
                 batch.group_ids[piece],
-                1 << 60,
             )
             size = int((laid_out.segment_ids >= 0).sum())
             assert size <= budget or len(piece) == 1

@@ -64,12 +64,19 @@ SHAPES = [
 ]
 
 
+def dense_mask(layout) -> torch.Tensor:
+    """(S, S) bool, pair by pair: an earlier token of the beginning, the own segment or its prompt."""
+    ids, prompts = layout.segment_ids[0], layout.prompt_segment[0]
+    own = (ids == 0) | (ids == ids[:, None]) | (ids == prompts[:, None])
+    return own.tril()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
     batch = batch_of(*shape)
-    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60, BLOCK)
+    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), BLOCK)
     width = layout.tokens.shape[1]
-    ours, dense = block_mask(layout, torch.device("cpu")), layout.mask[0, 0]
+    ours, dense = block_mask(layout, torch.device("cpu")), dense_mask(layout)
     assert layout.tokens.shape[0] == 1 and width % BLOCK == 0
     pairs = torch.arange(width)
     assert torch.equal(ours.mask_mod(0, 0, pairs[:, None], pairs[None]), dense)
@@ -131,7 +138,7 @@ def test_keys_are_repeated_until_there_are_heads_enough():
 
 def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
     model = prepare_causal_lm(tiny.tiny_lm(hidden_size=64))  # heads of 16
-    assert choose_layout(model, [700] * 16, 5000) == "padded"
+    assert choose_layout(model, [700] * 16, 5000) == "segments"
     model.computes_on = torch.device("cuda"), torch.bfloat16
     assert choose_layout(model, [716] * 16, 330 + 16 * 386) == "prefix_shared"
     assert choose_layout(model, [400] * 8, 8 * 390) == "varlen"
@@ -139,12 +146,12 @@ def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
     assert choose_layout(model, [400] * 8, 8 * 390) == "prefix_shared"
     small = prepare_causal_lm(tiny.tiny_lm())  # heads of 8
     small.computes_on = torch.device("cuda"), torch.bfloat16
-    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "padded"
+    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "segments"
 
 
 def test_unique_tokens_count_a_prompt_once():
     batch = batch_of(1, 3, 4, 9, 9)
-    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), 1 << 60)
+    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch))
     assert unique_tokens(batch.attention_mask, *groups_of(batch)) == int(
         (layout.segment_ids >= 0).sum()
     )
@@ -278,7 +285,8 @@ def test_flex_attention_on_a_gpu_is_dense_sdpa_in_float32(kind, heads, compiled)
             batch.loss_mask.shape, generator=torch.Generator().manual_seed(0)
         ).cuda()
         (a, ga), (b, gb), (c, gc) = (
-            gradients(model, batch, layout, weights) for layout in ("prefix_shared", "padded", None)
+            gradients(model, batch, layout, weights)
+            for layout in ("prefix_shared", "segments", None)
         )
         assert (a - c).abs().max() < 5e-4 and (
             b - c

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import runs
+import training
+
+from engines.base import Rollout, Sampling
+from engines.torch_engine import _Request, _share_done
 
 
 @pytest.fixture
@@ -29,6 +35,41 @@ def test_nothing_done_has_no_rate(clock, capsys):
     progress.update(0)
     assert capsys.readouterr().err == "sampling:  51% 51/100 [01:42<01:38,  2.00s/ responses]\n"
     progress.close()
+
+
+def test_a_batch_whose_responses_end_late_has_an_estimate_from_a_tenth_on(clock, capsys):
+    progress = runs.Progress(200, "sampling", "responses", 0.1)
+    clock[0] = 40
+    progress.reach(19, 200, 5.0)
+    progress.reach(18)  # never backwards
+    assert capsys.readouterr().err == "sampling: 19/200 [00:40<?]\n"
+    clock[0] = 80
+    progress.reach(40)
+    line = "sampling:  20% 40/200 [01:20<05:20,  2.00s/ responses]\n"
+    assert progress.done == 40 and capsys.readouterr().err == line
+
+
+def test_the_time_left_of_a_training_leaves_the_first_step_out():
+    steps = [
+        {"step": n, "seconds_sample": s, "seconds_update": 1.0}
+        for n, s in enumerate([300.0, 4, 6], 1)
+    ]
+    run = SimpleNamespace(steps=13, history=steps[:1])
+    assert training.time_left(run) == "?"
+    run.history = steps
+    assert training.time_left(run) == "01:00"  # 10 steps of 6 s
+
+
+def test_the_share_of_a_batch_follows_its_tokens_and_its_ends():
+    def request(tokens, end):
+        rollout = Rollout([1], [2] * tokens, [], [], 0, end)
+        return _Request(rollout, Sampling(max_tokens=40), None, 0)
+
+    assert _share_done([request(9, ""), request(0, "")]) == 0
+    # one of four has ended after 20 tokens; 60 tokens an end are above the limit of 40
+    running = [request(20, "eos"), request(20, ""), request(20, ""), request(0, "")]
+    assert _share_done(running) == pytest.approx((1 / 4 + 60 / (20 + 3 * 40)) / 2)
+    assert _share_done([request(7, "eos"), request(40, "length")]) == 1
 
 
 def test_an_unknown_total_has_no_share_and_no_remaining_time(clock, capsys):
