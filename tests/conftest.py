@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "vllm: needs vLLM; skipped where it is not installed")
     config.addinivalue_line("markers", "slow: minutes long; left out unless -m slow asks for it")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # under nohup and & they are ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config, items):

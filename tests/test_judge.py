@@ -326,8 +326,9 @@ def test_a_signal_waits_for_no_server_that_hangs(files, signum, status):
             stderr=subprocess.PIPE,
             text=True,
         )
-        while len(server.asked) < 3:
-            time.sleep(0.01)
+        judged = files / "out/judge.jsonl"
+        while len(server.asked) < 3 or not (judged.exists() and "\n" in judged.read_text()):
+            time.sleep(0.01)  # two hang, the third is judged
         process.send_signal(signum)
         _, err = process.communicate(timeout=60)
         assert process.returncode == status and "Traceback" not in err

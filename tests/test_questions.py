@@ -638,5 +638,6 @@ def test_prepare_index_search_and_evaluate(tmp_path):
         "intermediate_data.json",
         "metric_score.txt",
         "metrics.json",
+        "report.html",
         "table.md",
     ]

@@ -673,11 +673,11 @@ def test_bad_input_leaves_with_status_2(lm, records, tmp_path, capsys):
         ),
         (
             ["stage=train", f"model={tmp_path}/short", out, f"records={records}"],
-            "set max_length=64",
+            "drop such rows: max_length=64",
         ),
         (
             ["stage=train", f"model={tmp_path}/window", out, f"records={records}"],
-            "set max_length=32",
+            "drop such rows: max_length=32",
         ),
         ([f"model={lm}", out, "turns=t", "examples=e", "temperature=-1"], "temperature"),
         ([*train, f"records={records}", "heldout_fraction=1"], "heldout_fraction"),
