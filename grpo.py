@@ -384,7 +384,8 @@ def update(
         sums += sum(s for s, _ in measured).cpu()
         gaps += [gap for _, gap in measured]
     totals = dict(zip(SUMS, distributed.all_reduce_sum(sums.tolist())))
-    means = {key: totals[key] / max(1.0, totals["tokens"]) for key in SUMS[1:-1]}
+    tokens = totals["tokens"] or math.nan  # all groups flat: the means are unknown, not 0
+    means = {key: totals[key] / tokens for key in SUMS[1:-1]}
     return {
         "loss": totals["loss"] / len(updates),
         **means,
@@ -462,6 +463,8 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
             f"lora.dropout={cfg.lora.dropout}: another policy than what sampled would be trained; "
             "set lora.dropout=0"
         )
+    elif cfg.task == "rewrite" and cfg.qrels:
+        wrong = f"qrels={cfg.qrels}: turns have their own gold_ids; leave qrels out"
     elif cfg.episode.gold_reward != "none" and not cfg.qrels:
         wrong = (
             f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give "

@@ -239,13 +239,13 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
     """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
     golds: dict[str, list[str]] = {}
     for path in paths:
-        for query, judged in read_qrels(path).items():
-            golds[query] = [p for p, gain in judged.items() if gain > 0]
-            for passage in golds[query] if passage_ids is not None else []:
-                if passage not in passage_ids:
-                    raise DataError(
-                        f"{path}: gold passage {passage!r} is not in the index; give its own qrels"
-                    )
+        own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
+        wanted = {passage for passages in own.values() for passage in passages}
+        if passage_ids is not None and (foreign := wanted - passage_ids.among(wanted)):
+            raise DataError(
+                f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
+            )
+        golds |= own
     return golds
 
 

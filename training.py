@@ -424,6 +424,10 @@ def load(cfg, dist: distributed.Dist) -> dict:
     task = open_task(cfg, tokenizer, qrels=cfg.qrels)
     items, item_prompts = load_items(cfg, cfg.train, task)
     dev, dev_prompts = load_items(cfg, cfg.dev, task)
+    if cfg.qrels and not any(task.golds.get(item.id) for item in items + dev):
+        raise data.DataError(
+            f"qrels={cfg.qrels} have no gold passage of a question of {cfg.train}; give its own"
+        )
     warn_of_overlap(items, dev)
     longest = max(map(len, item_prompts + dev_prompts)) + cfg.max_response_tokens
     policy, reference, engine = load_models(cfg, dist, tokenizer, longest)

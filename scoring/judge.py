@@ -51,7 +51,7 @@ def parse_verdict(reply: str) -> dict | None:
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)
     try:
         row = json.loads(fenced[1] if fenced else text, strict=False)  # line ends in a text
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deeply
         return None
     if not isinstance(row, dict) or row.get("judgement") not in JUDGEMENTS:
         return None

@@ -191,15 +191,16 @@ def pictures(log: Log, section: str, first: str = "") -> str:
         for item in items:
             there = {key: log.series[key] for key in item["figures"] if key in log.series}
             log.shown.update(there)
-            if all(len({y for _, y in points}) == 1 for points in there.values()):
+            low, high = item.get("sound", (-math.inf, math.inf))
+            now = [statistics.fmean(tenth(points, last=True)) for points in there.values()]
+            alarm = not all(low <= value <= high for value in now)
+            if not alarm and all(len({y for _, y in points}) == 1 for points in there.values()):
                 still += [f"{key} {number(points[0][1])}" for key, points in there.items()]
                 continue
             series = [Series(k, points, k.startswith("dev_")) for k, points in there.items()]
             share = all(map(is_share, there))
             picture = plots.curves(item["title"], series, share, item.get("unit", ""))
-            now = statistics.fmean(tenth(series[0].points, last=True))
-            low, high = item.get("sound", (-math.inf, math.inf))
-            shown.append(picture.figure(item.get("note", ""), not low <= now <= high))
+            shown.append(picture.figure(item.get("note", ""), alarm))
         heading = f"<h3>{heading}</h3>" if heading else ""
         parts.append(f"{heading}<div class=grid>{''.join(shown)}</div>" if shown else "")
     if still:
@@ -284,12 +285,17 @@ def choose_followed(log: Log) -> dict[str, str]:
     }
 
 
+def reward_of(row: dict) -> float:
+    reward = row.get("reward")
+    return -math.inf if reward is None else reward
+
+
 def appearances(log: Log, name: str) -> dict[int, list[dict]]:
     """Step → the prompt's responses, best first."""
     files, found = step_files(log.folder), {}
     for step in dict.fromkeys(step for step, _ in log.rewards[name]):
         rows = [row for g in groups(files[step]) if g["id"] == name for row in g["rows"]]
-        found[step] = sorted(rows, key=lambda row: row.get("reward") or -9, reverse=True)
+        found[step] = sorted(rows, key=reward_of, reverse=True)
     return found
 
 
@@ -328,10 +334,11 @@ def followed_section(log: Log, words: str, name: str) -> str:
     said = [f"{question} — {answer}" for question, answer in prompt.get("context", ())]
     asked = "".join(f"<p class=quiet dir=auto>{html.escape(line)}</p>" for line in said)
     title = html.escape(str(prompt.get("question") or name))
-    picture = followed_picture(found, "All its responses")
+    known = any(row["band"] is not None for rows in found.values() for row in rows)
+    picture = followed_picture(found, "All its responses").figure() if known else ""
     return (
         f"<details{' open' * words.endswith('gained most')}><summary>{words}: <b dir=auto>{title}"
-        f"</b></summary><div class=grid><div>{asked}{picture.figure()}</div><div><p>What the "
+        f"</b></summary><div class=grid><div>{asked}{picture}</div><div><p>What the "
         f"middle one of its responses said, at step</p><ol>{''.join(kept)}</ol></div></div>"
         "</details>"
     )

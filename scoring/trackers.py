@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import uuid
+from collections.abc import Iterator
 from itertools import islice
 
 from config import ConfigError, to_dict
@@ -32,7 +34,7 @@ class Trackers:
         self.names, self.cfg, self.first, self.open = list(names), cfg, first, {}
         self.file = os.path.join(cfg.out, "trackers.json")
         fresh = {"id": uuid.uuid4().hex[:8], "step": -1}
-        self.state = (first and read_json(self.file)) or fresh
+        self.state = (names and first and read_json(self.file)) or fresh
 
     def start(self, name: str):
         """TensorBoard's writer, its events from `first` on taken back; or a module with its run."""
@@ -51,7 +53,8 @@ class Trackers:
         """Log a row; of the first step and those that validate, 16 rollouts as a table too."""
         step, new = row["step"], row["step"] > self.state["step"]
         path = os.path.join(self.cfg.out, "rollouts", f"step_{step:06d}.jsonl")
-        shown = os.path.exists(path) and (step == 1 or step % self.cfg.validate_every == 0)
+        validated = any(key.startswith("dev_") for key in row)
+        shown = os.path.exists(path) and (step == 1 or validated)
         rollouts = [r for _, r in islice(read_jsonl(path), 16)] if shown and self.names else []
         head = list(rollouts[0]) if rollouts else []
         cells = [[" ".join(str(v).split()).replace("|", "¦") for v in r.values()] for r in rollouts]
@@ -60,7 +63,7 @@ class Trackers:
             write_json(self.file, self.state | {"step": step})
             self.state["step"] = step
         for name in list(self.names):
-            try:
+            with self.dropping(name):
                 there = self.open[name] = self.open.get(name) or self.start(name)
                 if name == "tensorboard":
                     for key, value in figures.items():
@@ -72,10 +75,17 @@ class Trackers:
                 elif new:
                     table = {"rollouts": there.Table(head, cells)} if cells else {}
                     there.log(figures | table, step=step)
-            except Exception as e:  # an account, a network, a disk: the run goes on without it
-                self.names.remove(name)
-                print0(f"warning: {name} failed, nothing more is logged there: {e!r}")
 
     def close(self) -> None:
-        for name in set(self.names) & {"wandb", "trackio"}:
-            self.open[name].finish()
+        for name in set(self.names) & self.open.keys():
+            with self.dropping(name):
+                self.open[name].close() if name == "tensorboard" else self.open[name].finish()
+
+    @contextlib.contextmanager
+    def dropping(self, name: str) -> Iterator[None]:
+        """Leave a tracker out that fails here: an account, a network, a disk must not end a run."""
+        try:
+            yield
+        except Exception as e:
+            self.names.remove(name)
+            print0(f"warning: {name} failed, nothing more is logged there: {e!r}")

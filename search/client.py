@@ -93,7 +93,7 @@ class Service:
             raise kind(f"{url} answered with status {status}: {said}")
         try:
             return json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise RetrieverAway(f"{url} answered with status 200 and no JSON: {said}") from e
 
     def fetch(self, path: str, body: dict | None = None, tries: int | None = None) -> Any:

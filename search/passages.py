@@ -198,6 +198,10 @@ class PassageIds:
     def __getitem__(self, i: int) -> str:
         return self._bytes(range(len(self._start) - 1)[i]).decode()
 
+    def among(self, ids: Iterable[str]) -> set[str]:
+        """Those of `ids` that are in the index."""
+        return {id_ for id_ in ids if id_ in self}
+
     def _find(self, id_: object) -> int | None:
         if not isinstance(id_, str):
             return None
