@@ -534,9 +534,12 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
         (["retriever.corpus="], config.ConfigError, "give retriever.corpus=FILE"),
         (["retriever.across_ranks=true"], config.ConfigError, "serve the index"),
         (["qrels=[dev.qrels, wrong.qrels]"], DataError, "'p99' is not in the index"),
+        (["qrels=[foreign.qrels]"], DataError, "no gold passage of a question of"),
+        (["task=rewrite"], config.ConfigError, "turns have their own gold_ids"),
         (["max_prompt_tokens=1", "episode.template=base"], DataError, "every prompt is longer"),
     ):
         (world / "wrong.qrels").write_text("train0 0 p99 1\n")
+        (world / "foreign.qrels").write_text("another 0 p1 1\n")
         with pytest.raises(error, match=reason):
             grpo.start(
                 config.load_config(grpo.GRPOConfig, grpo_words("never", *more)),

@@ -429,7 +429,10 @@ def test_a_step_without_a_gradient_moves_nothing(dist):
     cfg = grpo.GRPOConfig(kl_coef=0.0)
     updated(policy, optimizer, rollouts, advantages, cfg, dist)  # there is momentum now
     before = [distributed.full_tensor(p.detach()).clone() for p in policy.parameters()]
-    updated(policy, optimizer, rollouts, torch.zeros(len(rollouts)), cfg, dist)
+    flat = torch.zeros(len(rollouts))
+    stats = grpo.update(policy, optimizer, plans(policy, rollouts, flat, cfg, True), cfg, dist)
+    assert stats["tokens"] == 0 and math.isnan(stats["entropy"])  # unknown: 0 would be a collapse
+    updated(policy, optimizer, rollouts, flat, cfg, dist)
     after = [distributed.full_tensor(p.detach()) for p in policy.parameters()]
     assert all(map(torch.equal, before, after))
 

@@ -397,6 +397,8 @@ RIGHT = {"rationale": "", "judgement": "correct"}
         ('The answer is right: {"judgement": "correct"}', None),
         ('{"judgement": "correct"} {"judgement": "incorrect"}', None),
         ('{"judgement": "correct"', None),
+        ("[" * 30_000, None),
+        ('{"a":' * 30_000, None),
         ("", None),
     ],
 )

@@ -657,3 +657,21 @@ def test_last_line_of_the_command_is_json(tmp_path, capsys):
     words = [f"trajectories={tmp_path / 't.jsonl'}"]
     run_entry(report.ReportConfig, report.main, words)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["total"] == 6
+
+
+def test_what_never_moves_alarms_too_and_the_middle_response_is_the_middle_one(tmp_path):
+    sick = [{"step": i, "kl": 3.0, "failed": 0, "skipped": i > 2, "lr": 1.0} for i in (1, 2, 3)]
+    sick = [row | {"skipped": int(row["skipped"])} for row in sick]
+    rows = [
+        rollout(rewrite=name, reward=reward, rank=rank, well_formed=rank is not None)
+        for name, reward, rank in (("best", 2.0, 1), ("middle", 0.0, None), ("worst", -0.1, None))
+    ]
+    page = Page(page_of(run_folder(tmp_path / "run", sick, {1: rows, 3: rows})))
+    assert page.text.count("Look here") == 2  # KL, always 3; skipped, behind failed
+    said = page.text.split("What the middle one of its responses said, at step")[1]
+    assert "middle" in said.split("</ol>")[0][:40] and "worst" not in said[:40]
+    bare = [{"response": "x", "reward": 1.0, "query_id": "q", "group": 0}]
+    assert (
+        "Prompts followed"
+        in Page(page_of(run_folder(tmp_path / "bare", sick, {1: bare, 2: bare}))).text
+    )

@@ -233,3 +233,19 @@ def test_what_is_not_installed_is_refused_by_name_before_a_model_is_loaded(world
             text=True,
         )
         assert done.returncode == 2 and f"pip install {missing[0]}" in done.stderr
+
+
+def test_a_tracker_that_fails_at_the_end_ends_no_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trackio.py").write_text(
+        "def init(**how): pass\n"
+        "def log(row, step): pass\n"
+        "def finish(): raise ConnectionError('gone')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    cfg = Config(str(tmp_path / "run"))
+    os.mkdir(cfg.out)
+    tracked = Trackers(["trackio"], cfg, 0)
+    tracked.log({"step": 0, "loss": 1.0})
+    tracked.close()
+    assert capsys.readouterr().out.count("warning: trackio failed") == 1
