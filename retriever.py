@@ -520,7 +520,7 @@ def open_retriever(
             return dense
     folder, settings = Path(cfg.index, "bm25"), (cfg.k1, cfg.b, cfg.query_words, cfg.analyzer)
     if cfg.index and (folder.is_dir() or not cfg.corpus):
-        bm25 = BM25Retriever.open(folder, *settings, cfg.bm25_workers)
+        bm25 = BM25Retriever.open(folder, *settings, cfg.bm25_workers, verify=cfg.verify)
     else:
         bm25 = BM25Retriever(cfg.corpus, *settings, cfg.bm25_workers)
     if cfg.kind == "bm25":
@@ -536,7 +536,8 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
             now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
             check_same(folder, meta, now, "Choose another folder, or delete this one.")
             with contextlib.suppress(RetrieverError):  # damaged, or of another version: made again
-                return len(BM25Retriever.open(folder, analyzer=cfg.analyzer).passage_ids), 0
+                index = BM25Retriever.open(folder, analyzer=cfg.analyzer, verify=True)
+                return len(index.passage_ids), 0
         count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
         return count, count
 

@@ -30,6 +30,7 @@ from config import ConfigError, above, at_least, run
 from data import DataError
 from episodes.tools import NOTHING_FOUND, numbered, single
 from scoring.ranking import read_qrels
+from search.client import IDS
 from search.passages import FAILED, RetrieverConfig, RetrieverError, Texts, same_corpus
 
 MAX_BODY = 64 * 2**20  # bytes of a request
@@ -64,6 +65,8 @@ def check_config(cfg: ServeConfig) -> None:
     """ConfigError: what can't be served, a missing package."""
     if cfg.retriever.kind == "remote":
         raise ConfigError("retriever.kind=remote: serve an index, or let clients ask that server")
+    if cfg.topk > cfg.max_k:
+        raise ConfigError(f"topk={cfg.topk} is above max_k={cfg.max_k}; lower it, or raise max_k")
     if cfg.mcp == "stdio" and not (cfg.corpus or cfg.retriever.corpus):
         raise ConfigError("mcp=stdio answers with passage texts: give corpus=FILE")
     try:
@@ -250,6 +253,8 @@ def dialects(service: Service) -> dict[str, Callable]:
 
     Queries = Annotated[list[str], Field(max_length=service.cfg.max_batch)]
     Number = Annotated[int, Field(ge=1, le=service.cfg.max_k)]
+    Ids = Annotated[list[str], Field(max_length=IDS)]
+    ten, hundred = (min(number, service.cfg.max_k) for number in (10, 100))  # unless asked for
 
     async def retrieve(
         queries: Queries,
@@ -258,9 +263,9 @@ def dialects(service: Service) -> dict[str, Callable]:
         return_scores: bool = False,
     ) -> dict:
         if query_ids is not None:  # ConvSearch-R1
-            ranks = await service.ranks_by_query_id(queries, query_ids, topk or 100)
+            ranks = await service.ranks_by_query_id(queries, query_ids, topk or hundred)
             if return_scores:
-                return {"result": [ranks, scores(await service.search(queries, topk or 100))]}
+                return {"result": [ranks, scores(await service.search(queries, topk or hundred))]}
             return {"result": ranks}
         passages, found = await service.passages(queries, topk or service.cfg.topk)
         if return_scores:
@@ -270,11 +275,11 @@ def dialects(service: Service) -> dict[str, Callable]:
             ]
         return {"result": passages}
 
-    async def batch_search(query: Queries, top_n: Number = 10, return_score: bool = False) -> list:
+    async def batch_search(query: Queries, top_n: Number = ten, return_score: bool = False) -> list:
         passages, found = await service.passages(query, top_n)
         return [passages, found] if return_score else passages
 
-    async def search(query: str, top_n: Number = 10, return_score: bool = False) -> list:
+    async def search(query: str, top_n: Number = ten, return_score: bool = False) -> list:
         if not query.strip():
             raise Refused(400, "Query content cannot be empty")
         (passages,), (found,) = await service.passages([query], top_n)
@@ -283,11 +288,13 @@ def dialects(service: Service) -> dict[str, Callable]:
     async def hits(queries: Queries, k: Number) -> dict:
         return {"hits": await service.search(queries, k)}
 
-    async def gold_ranks(queries: Queries, gold_ids: list[list[str]], cutoff: Number = 100) -> dict:
+    async def gold_ranks(
+        queries: Queries, gold_ids: list[list[str]], cutoff: Number = hundred
+    ) -> dict:
         ranks = await service.gold_ranks(queries, gold_ids, cutoff)
         return {"ranks": ["failed" if rank is FAILED else rank for rank in ranks]}
 
-    async def has_ids(ids: list[str]) -> dict:
+    async def has_ids(ids: Ids) -> dict:
         return {"has": [id_ in service.retriever.passage_ids for id_ in ids]}
 
     answers = (retrieve, batch_search, search, hits, gold_ranks, has_ids)

@@ -103,7 +103,11 @@ class Judge:
         """
         folder, name = os.path.split(self.path)
         with only_writer(folder, name):
-            rows = [row for _, row in whole_rows(self.path) if row.get("judgement") in JUDGEMENTS]
+            rows = [
+                row
+                for _, row in whole_rows(self.path)
+                if row.get("judgement") in JUDGEMENTS and "prompt" in row
+            ]
             write_jsonl(self.path, rows)
             known = {r["prompt"]: r["judgement"] for r in rows if r.get("model") == self.model}
             missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]

@@ -68,13 +68,13 @@ def read_log(folder: str) -> Log:
     series: dict[str, plots.Points] = {}
     for row in rows:
         for key, value in row.items():
-            if key != "step" and type(value) in (int, float):
+            if key != "step" and type(value) in (int, float) and abs(value) < 1e300:
                 series.setdefault(key, []).append((row["step"], value))
     if not series:
         raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         config = None
     return Log(folder, series, config if isinstance(config, dict) else {}, text)
 
@@ -165,7 +165,7 @@ def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
             return {}
         passages = (p for p in read_corpus(corpus) if p.id in golds)
         return {p.id: {"title": p.title, "text": p.text} for p in passages}
-    except (OSError, DataError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         return {}
 
 

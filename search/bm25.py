@@ -34,6 +34,7 @@ from search.passages import (
     RetrieverError,
     Source,
     check_k,
+    checksums,
     in_processes,
     mapped,
     opening,
@@ -131,7 +132,8 @@ def build_postings(
     make_analyzer(analyzer)  # its error, before anything is read
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
-        corpus, tasks = Corpus(source, temporary), []
+        corpus, tasks = Corpus(source, ids=True), []
+        corpus.save_ids(temporary)
         for first in range(0, corpus.count, SHARD):
             size, own = min(SHARD, corpus.count - first), temporary / f"shard-{first}"
             tasks.append((corpus.part(first, first + size), first, size, analyzer, own))
@@ -154,7 +156,7 @@ def build_postings(
             shutil.rmtree(own)
         meta = {"format": FORMAT, "analyzer": analyzer, "count": corpus.count}
         meta |= {"corpus": corpus.digest, "tokens": tokens, "documents": documents}
-        write_meta(temporary, meta | corpus.size)
+        write_meta(temporary, meta | corpus.size | {"files": checksums(temporary)})
     return corpus.count
 
 
@@ -186,19 +188,24 @@ class BM25Retriever(Retriever):
                 self._map(Path(folder, "bm25"))
 
     @classmethod
-    def open(cls, folder: str | os.PathLike, *settings, **named) -> BM25Retriever:
-        """A saved index, memory-mapped; settings as above. RetrieverError: none, damaged, other."""
+    def open(
+        cls, folder: str | os.PathLike, *settings, verify: bool = False, **named
+    ) -> BM25Retriever:
+        """A saved index, memory-mapped; settings as above; verify: its files have their checksums.
+        RetrieverError: none, damaged, other."""
         self = cls(None, *settings, **named)
-        self._map(Path(folder))
+        self._map(Path(folder), verify)
         return self
 
-    def _map(self, folder: Path) -> None:
-        with opening(folder, format=FORMAT, analyzer=self._analyse.name) as self.meta:
+    def _map(self, folder: Path, verify: bool = False) -> None:
+        with opening(folder, verify, format=FORMAT, analyzer=self._analyse.name) as self.meta:
             self.passage_ids, self.arrays = PassageIds.open(folder), _read_arrays(folder)
             arrays, ids = self.arrays, len(self.passage_ids)
             postings = [int(arrays["start"][-1]), len(arrays["passages"]), len(arrays["codes"])]
             if len(set(postings)) > 1 or ids != self.meta["count"]:
                 raise ValueError(f"{ids:,} ids and {postings} postings don't fit")
+            if self.meta["tokens"] < self.meta["documents"] or self.meta["documents"] < 1:
+                raise ValueError("meta.json has no mean length")
 
     def _divisors(self) -> np.ndarray:
         """(C,) float32: 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order of operations."""

@@ -18,6 +18,9 @@ from typing import Any, Callable, Iterable, Sequence
 from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
 
 
+IDS = 10_000  # passage ids of a request
+
+
 class RetrieverAway(RetrieverError):
     """A service gave no answer, however often it was asked: a technical failure."""
 
@@ -40,8 +43,8 @@ class RemoteIds:
         """Those of `ids` that are in the index."""
         ids = set(ids)
         unknown = sorted(ids - self._known.keys())
-        for start in range(0, len(unknown), 10_000):
-            part = unknown[start : start + 10_000]
+        for start in range(0, len(unknown), IDS):
+            part = unknown[start : start + IDS]
             self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", _read_flag))
         return {id_ for id_ in ids if self._known[id_]}
 

@@ -41,6 +41,8 @@ from search.passages import (
     Source,
     check_k,
     check_same,
+    checksum,
+    checksums,
     in_processes,
     mapped,
     opening,
@@ -123,14 +125,20 @@ def build_shards(
 
     def begin() -> tuple[dict, Corpus]:
         stack.enter_context(only_writer(os.fspath(folder)))
-        corpus = Corpus(source, folder)
+        before = read_meta(folder) or {}
+        corpus = Corpus(source, ids=before.get("files") != checksums(folder, "ids.txt"))
         wanted = {"format": FORMAT, "count": corpus.count, "corpus": corpus.digest}
         wanted |= {"shard_size": shard_size} | identity
-        if (meta := read_meta(folder)) is None:
-            notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-            meta = wanted | notes | {"complete": False, "shards": []} | corpus.size
-            write_meta(folder, meta)
+        notes = {"encoder": encoder.name, "query_length": encoder.query_length}
+        new = wanted | notes | {"complete": False, "shards": []} | corpus.size
+        meta = before or new
         check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
+        for entry in folder.glob("shard-*.json") if not before else ():
+            entry.unlink()  # of an index that lost its settings
+        corpus.save_ids(folder)
+        meta = meta | {"files": checksums(folder, "ids.txt")}
+        if meta != before:
+            write_meta(folder, meta)
         return meta, corpus
 
     with contextlib.ExitStack() as stack:
@@ -207,12 +215,8 @@ def _keep(folder: Path, number: int, span: range, vectors: Tensor, cut: int) -> 
     with atomic_write(str(path), "wb") as f:
         np.save(f, vectors.cpu().numpy())
     entry = {"file": path.name, "rows": len(span), "truncated": cut}
-    entry |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    entry |= {"bytes": path.stat().st_size, "sha256": checksum(path)}
     write_json(str(path.with_suffix(".json")), entry)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
 
 
 def _entry(folder: Path, number: int, meta: dict) -> dict | None:
@@ -229,7 +233,7 @@ def _is_sound(folder: Path, number: int, span: range, meta: dict) -> bool:
     entry, path = _entry(folder, number, meta), folder / f"shard-{number:05d}.npy"
     if entry is None or entry["rows"] != len(span) or not path.is_file():
         return False
-    return path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+    return path.stat().st_size == entry["bytes"] and checksum(path) == entry["sha256"]
 
 
 def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
@@ -250,20 +254,21 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
 
 
 def open_shards(folder: Path, verify: bool = False) -> Index:
-    """Open a finished index, memory-mapped; `verify` compares every shard with its checksum.
+    """Open a finished index, memory-mapped; `verify` compares every file with its checksum.
 
     RetrieverError: no index, an unfinished or a damaged one.
     """
-    with opening(folder, format=FORMAT) as meta:  # "c": private pages, which torch takes uncopied
+    with opening(
+        folder, verify, format=FORMAT
+    ) as meta:  # "c": private pages, which torch takes uncopied
         shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
         ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
             if shard.shape != (entry["rows"], meta["dim"]):
                 raise ValueError(f"{entry['file']} has the shape {shard.shape}")
-            if verify and _sha256(folder / entry["file"]) != entry["sha256"]:
-                raise ValueError(f"{entry['file']} has another checksum than when it was written")
-        if len(ids) != meta["count"]:
-            raise ValueError(f"{len(ids):,} ids for {meta['count']:,} passages")
+        counts = len(ids), sum(map(len, shards)), meta["count"]
+        if len(set(counts)) > 1:
+            raise ValueError("{:,} ids and {:,} vectors for {:,} passages".format(*counts))
     return Index(ids, shards, meta, os.fspath(folder))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from runs import atomic_folder
-from search.passages import RetrieverError, check_same, opening, read_meta, write_meta
+from search.passages import RetrieverError, check_k, check_same, opening, read_meta, write_meta
 
 FORMAT = "faiss-1"
 BLOCK = 65536  # vectors that are added at a time, in float32
@@ -60,6 +60,10 @@ def build_faiss(
     (None: 128) of a search that is not told otherwise
     """
     folder, settings = Path(folder), {"format": FORMAT, "factory": factory, **source}
+    search = {"nprobe": 32 if nprobe is None else nprobe}
+    search["ef_search"] = 128 if ef_search is None else ef_search
+    for name, value in search.items():
+        check_k(value, name)
     if (meta := read_meta(folder)) is not None:
         check_same(folder, meta, settings, "Choose another folder, or delete this one.")
         if _size(folder) == meta["bytes"]:
@@ -89,10 +93,7 @@ def build_faiss(
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        meta = settings | {"bytes": _size(Path(temporary))}
-        meta["nprobe"] = 32 if nprobe is None else nprobe
-        meta["ef_search"] = 128 if ef_search is None else ef_search
-        write_meta(Path(temporary), meta)
+        write_meta(Path(temporary), settings | {"bytes": _size(Path(temporary))} | search)
     return count
 
 
@@ -127,6 +128,8 @@ class FaissIndex:
 
     def set(self, nprobe: int, ef_search: int) -> None:
         """How much of the index a search looks at: more finds more and takes longer."""
+        check_k(nprobe, "nprobe")
+        check_k(ef_search, "ef_search")
         for space, index in self._parameters:
             if self._lists:
                 space.set_index_parameter(index, "nprobe", nprobe)

@@ -64,10 +64,10 @@ class HybridRetriever(Retriever):
     ):
         super().__init__()
         check_k(depth, "depth")
-        if len(weights) != 2 or min(weights) < 0 or not 0 <= k < math.inf:
+        if len(weights) != 2 or min(weights) < 0 or not any(weights) or not 0 <= k < math.inf:
             raise RetrieverError(
-                f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, for "
-                "dense and BM25, and an rrf_k from 0 up (usual is 60)"
+                f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, not "
+                "both 0, for dense and BM25, and an rrf_k from 0 up (usual is 60)"
             )
         sizes = len(dense.passage_ids), len(bm25.passage_ids)
         pairs = zip(dense.passage_ids, bm25.passage_ids)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import mmap
 import multiprocessing
+import numbers
 import os
 import threading
 from array import array
@@ -239,8 +240,8 @@ def check_queries(queries: Iterable[str]) -> list[str]:
 
 
 def check_k(k: int, name: str = "k") -> None:
-    if k < 1:
-        raise RetrieverError(f"{name} is {k}; it must be at least 1")
+    if not isinstance(k, numbers.Integral) or k < 1:
+        raise RetrieverError(f"{name} is {k!r}; it must be a whole number of at least 1")
 
 
 def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
@@ -325,24 +326,25 @@ class Corpus:
     `count`, `digest` (sha256 over ids and contents) and `size` (bytes of the file) tell it.
     """
 
-    def __init__(self, source: Source, folder: Path | None = None):
-        """folder: of an index, where the ids are written unless an index has them there."""
+    def __init__(self, source: Source, ids: bool = False):
+        """ids: keep them, for `save_ids`. RetrieverError: one occurs twice."""
         self.path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
         self.passages = [] if self.path else list(source)
         self._starts, self.count, digest = [], 0, hashlib.sha256()
-        rows, wanted = self._read(digest), folder is not None
-        if wanted and read_meta(folder) is not None:
-            with contextlib.suppress(OSError, ValueError):  # missing or damaged
-                wanted = not PassageIds.open(folder)
-        ids = PassageIds(rows, self._lines) if wanted else None
+        rows = self._read(digest)
+        self._ids = PassageIds(rows, self._lines) if ids else None
         deque(rows, maxlen=0)
         if not self.count:
             name = self.path or "the corpus"
             raise RetrieverError(f"{name} has no passages; an index needs at least one")
-        if ids:
-            ids.save(folder)
         self.digest = digest.hexdigest()
         self.size = {"corpus_bytes": os.path.getsize(self.path)} if self.path else {}
+
+    def save_ids(self, folder: Path) -> None:
+        """Write the ids where they were kept, and keep them no longer."""
+        if self._ids is not None:
+            self._ids.save(folder)
+            self._ids = None
 
     def _read(self, digest: Any) -> Iterator[str]:
         """The ids; notes on the way where parts begin, and adds to the digest."""
@@ -458,18 +460,31 @@ def mapped(path: Path, mode: str = "r") -> np.ndarray:
 
 
 def read_meta(folder: Path) -> dict | None:
-    """meta.json of an index folder; None where there is none."""
+    """meta.json of an index folder; None where there is none, or a damaged one."""
     try:
-        return json.loads((folder / "meta.json").read_text("utf-8"))
-    except FileNotFoundError:
+        meta = json.loads((folder / "meta.json").read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    except ValueError as e:
-        raise RetrieverError(f"{folder}/meta.json is damaged ({e}); build the index again") from e
+    return meta if isinstance(meta, dict) else None
 
 
 def write_meta(folder: Path, meta: dict) -> None:
     with atomic_write(str(folder / "meta.json")) as f:
         f.write(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+
+
+def checksum(path: Path) -> str:
+    """sha256 of a file, "" of one that is missing or empty."""
+    try:
+        return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def checksums(folder: Path, kind: str = "*.npy") -> dict[str, str]:
+    """File → sha256: the ids of an index, and what else `kind` names."""
+    paths = {folder / "ids.txt", *folder.glob("ids.*.npy"), *folder.glob(kind)}
+    return {path.name: checksum(path) for path in sorted(paths)}
 
 
 def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
@@ -483,11 +498,16 @@ def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None
 
 
 @contextlib.contextmanager
-def opening(folder: Path, **wanted: Any) -> Iterator[dict]:
-    """meta.json of an index that the block opens: of these settings, whole, undamaged."""
+def opening(folder: Path, verify: bool = False, **wanted: Any) -> Iterator[dict]:
+    """meta.json of an index that the block opens: of these settings, whole, undamaged.
+
+    verify: the files that it names are compared with their checksums.
+    """
     if (meta := read_meta(folder)) is None:
+        there = (folder / "meta.json").exists()
+        state = "the index at {} is damaged (meta.json)" if there else "there is no index at {}"
         raise RetrieverError(
-            f"there is no index at {folder}; build it with: python retriever.py kind=… corpus=FILE "
+            f"{state.format(folder)}; build it with: python retriever.py kind=… corpus=FILE "
             f"index={folder.parent} (encoder=FOLDER, faiss=FACTORY)"
         )
     check_same(folder, meta, wanted, "Give what it was built with, or build it again.")
@@ -495,9 +515,15 @@ def opening(folder: Path, **wanted: Any) -> Iterator[dict]:
     if not meta.get("complete", True):
         raise RetrieverError(f"the index at {folder} is unfinished; {again}")
     try:
+        if verify and "files" not in meta:
+            raise ValueError("it was built without checksums")
+        shards = {entry["file"]: entry["sha256"] for entry in meta.get("shards", ())}
+        for name, digest in (meta["files"] | shards).items() if verify else ():
+            if checksum(folder / name) != digest:
+                raise ValueError(f"{name} has another checksum than when it was written")
         yield meta
     except RetrieverError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
         reason = str(e).strip().splitlines()[-1]
         raise RetrieverError(f"the index at {folder} is damaged ({reason}); {again}") from e

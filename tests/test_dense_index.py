@@ -469,6 +469,43 @@ def test_a_list_too_long_for_faiss_on_a_gpu_comes_from_the_cpu():
     assert index.search(np.zeros((1, 2)), 9999) == ("cpu", 5000)
 
 
+def test_an_index_that_lacks_passages_or_checksums_is_named(tmp_path):
+    tiny_encoder(tmp_path / "e")
+    parts, folder = load_encoder(str(tmp_path / "e")), tmp_path / "i"
+    build_index(folder, passages(9), *parts, shard_size=3)
+    whole = json.loads((folder / "meta.json").read_text())
+    for change, problem in (
+        ({"shards": whole["shards"][:2]}, "9 ids and 6 vectors for 9 passages"),
+        ({"shards": None}, "damaged"),
+        ({"shards": [1]}, "damaged"),
+    ):
+        (folder / "meta.json").write_text(json.dumps(whole | change))
+        with pytest.raises(RetrieverError, match=problem):
+            open_index(folder)
+    del whole["files"]  # as built before there were checksums
+    (folder / "meta.json").write_text(json.dumps(whole))
+    ids = (folder / "ids.txt").read_bytes()
+    assert len(open_index(folder).ids) == 9
+    with pytest.raises(RetrieverError, match="without checksums.*builds it again"):
+        open_index(folder, verify=True)
+    with pytest.raises(RetrieverError, match="was built with (count|corpus)"):
+        build_index(folder, passages(8, seed=1), *parts, shard_size=3)
+    assert (folder / "ids.txt").read_bytes() == ids  # what is refused changes nothing
+    assert build_index(folder, passages(9), *parts, shard_size=3).encoded == 0
+    open_index(folder, verify=True)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "3"])
+def test_counts_set_from_python_are_checked(tmp_path, value):
+    index = FaissIndex.__new__(FaissIndex)
+    index._parameters = []
+    for settings in ((value, 1), (1, value)):
+        with pytest.raises(RetrieverError, match="whole number of at least 1"):
+            index.set(*settings)
+    with pytest.raises(RetrieverError, match="whole number of at least 1"):
+        table_retriever([[1.0]], ["a"]).gold_ranks(["0"], [["a"]], cutoff=value)
+
+
 def test_two_builders_do_not_share_a_folder(tmp_path):
     tiny_encoder(tmp_path / "e")
     with only_writer(str(tmp_path / "i")), pytest.raises(DataError, match="another process"):
@@ -529,6 +566,20 @@ def test_empty_and_damaged_files_are_named_and_made_again(tmp_path):
                 ):
                     opened(folder)
             R.main(cfg)  # makes that file again
+            assert path.read_bytes() == whole
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # as long as before
+            with pytest.raises(RetrieverError, match=f"{path.name} has another checksum"):
+                opened(folder, verify=True)
+            R.main(cfg)
+            assert path.read_bytes() == whole
+            opened(folder, verify=True)
+        path = folder / "meta.json"
+        whole = path.read_bytes()
+        for damage in (b"", whole[:40], b"[1]", b"\xff"):
+            path.write_bytes(damage)
+            with pytest.raises(RetrieverError, match=f"{folder} is damaged .meta.json.*build"):
+                opened(folder)
+            R.main(cfg)
             assert path.read_bytes() == whole
     meta = json.loads((tmp_path / "i/dense/meta.json").read_text())
     (tmp_path / "i/dense/meta.json").write_text(

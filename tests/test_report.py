@@ -508,6 +508,9 @@ def test_runs_of_every_kind(tmp_path):
     page = Page(page_of(killed))
     assert "3 steps; it ended with status 3: the policy has <b>collapsed" in page.text
     assert "train: [1" in page.text and page.figures() == ["lr"]
+    odd = [{"step": i, "kl": 10**400, "lr": 1e308, "loss": 1.0 / i} for i in (1, 2)]
+    page = Page(page_of(run_folder(tmp_path / "odd", odd, settings="day: 2024-99-99\n")))
+    assert page.figures() == ["Loss"] and "2024-99-99" in page.text
     fine_tuned = [{"step": i, "loss": 1 / i, "heldout_loss": 2 / i, "seconds": 1.0} for i in (1, 2)]
     page = Page(page_of(run_folder(tmp_path / "sft", fine_tuned)))
     assert "heldout loss 2 → 1 best at step 2" in page.text and "Loss" in page.figures()

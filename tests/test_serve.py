@@ -188,6 +188,7 @@ def test_research_gets_flashrags_shapes(server, bm25):
         ("gold_ranks", {"queries": ["a"], "gold_ids": []}, "1 queries but 0"),
         ("gold_ranks", {"queries": ["a"], "gold_ids": [["p01"]], "cutoff": 0}, "cutoff: .*got 0"),
         ("has_ids", {}, "ids: Field required"),
+        ("has_ids", {"ids": ["a"] * 10_001}, "ids: List should have at most 10000 items"),
     ],
 )
 def test_bad_requests_get_a_422_with_the_reason(server, path, body, reason):

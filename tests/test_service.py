@@ -63,6 +63,35 @@ def service_of(stub, **changes) -> serve.Service:
     return serve.Service(serve.ServeConfig(mcp="off", **changes), stub, qrels={"n": ["g"]})
 
 
+def test_max_k_bounds_what_is_not_asked_for_too():
+    class Numbers(Stub):
+        def search(self, queries, k):
+            return [[("g", 1.0)] * k for _ in queries]
+
+        def gold_ranks(self, queries, golds, cutoff):
+            return [cutoff for _ in queries]
+
+    texts = type("Texts", (), {"document": lambda self, id_: {"id": id_, "contents": ""}})()
+    cfg = serve.ServeConfig(mcp="off", max_k=2, topk=1)
+    app = serve.make_app(serve.Service(cfg, Numbers(), texts, {"n": ["g"]}))
+
+    async def answers():
+        return [
+            await ask(app, path, body)
+            for path, body in (
+                ("/batch_search", {"query": ["a"]}),
+                ("/search", {"query": "a"}),
+                ("/gold_ranks", {"queries": ["a"], "gold_ids": [["g"]]}),
+                ("/retrieve", {"queries": ["a"], "query_ids": ["n"]}),
+            )
+        ]
+
+    many, one, ranks, by_id = (answer for _, answer in asyncio.run(answers()))
+    assert len(many[0]) == len(one) == 2 and ranks == {"ranks": [2]} and by_id == {"result": [2]}
+    with pytest.raises(serve.ConfigError, match="topk=3 is above max_k=2"):
+        serve.check_config(serve.ServeConfig(max_k=2))
+
+
 def test_requests_that_wait_share_one_call_and_a_bad_one_fails_alone():
     stub = Stub()
     service = service_of(stub)
