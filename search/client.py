@@ -17,7 +17,6 @@ from typing import Any, Callable, Iterable, Sequence
 
 from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
 
-
 IDS = 10_000  # passage ids of a request
 
 

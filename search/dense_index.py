@@ -258,9 +258,8 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 
     RetrieverError: no index, an unfinished or a damaged one.
     """
-    with opening(
-        folder, verify, format=FORMAT
-    ) as meta:  # "c": private pages, which torch takes uncopied
+    with opening(folder, verify, format=FORMAT) as meta:
+        # "c": private pages, which torch takes uncopied
         shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
         ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
