@@ -363,8 +363,7 @@ def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tupl
             f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one"
         )
     turn_of = {gold: turn.query_id for turn in kept for gold in turn.gold_ids}
-    among = getattr(passage_ids, "among", None)  # a served index is asked once for all
-    known = among(set(turn_of)) if among else passage_ids
+    known = set(turn_of) & passage_ids  # a served index is asked once for all
     for gold, query_id in turn_of.items():
         if gold not in known:
             raise DataError(

@@ -267,7 +267,7 @@ def _search_all(
         with_gold(judged, retriever.passage_ids, cfg.turns)
     elif not cfg.documents:
         golds = {p for turn in judged for p, gain in qrels[turn.query_id].items() if gain > 0}
-        known = retriever.passage_ids.among(golds)
+        known = golds & retriever.passage_ids
         _common("relevant passage", cfg.qrels, golds, "the index", known)
         if lacking := golds - known:
             what = f"{len(lacking)} of {len(golds)} relevant passages, such as {min(lacking)!r},"

@@ -241,7 +241,7 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
     for path in paths:
         own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
         wanted = {passage for passages in own.values() for passage in passages}
-        if passage_ids is not None and (foreign := wanted - passage_ids.among(wanted)):
+        if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
             raise DataError(
                 f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
             )

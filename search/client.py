@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from functools import partial
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
 from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
 
@@ -27,7 +27,7 @@ class RetrieverAway(RetrieverError):
 
 
 class RemoteIds:
-    """The ids of a served index: `id in ids`, `len(ids)`, and `ids.among(many)`. Keeps answers."""
+    """The ids of a served index: `id in ids`, `len(ids)`, and `set & ids`. Keeps answers."""
 
     def __init__(self, remote: RemoteRetriever):
         self._remote, self._known = remote, {}
@@ -36,11 +36,9 @@ class RemoteIds:
         return self._remote.health["count"]
 
     def __contains__(self, id_: object) -> bool:
-        return isinstance(id_, str) and bool(self.among([id_]))
+        return isinstance(id_, str) and bool({id_} & self)
 
-    def among(self, ids: Iterable[str]) -> set[str]:
-        """Those of `ids` that are in the index."""
-        ids = set(ids)
+    def __rand__(self, ids: set[str]) -> set[str]:
         unknown = sorted(ids - self._known.keys())
         for start in range(0, len(unknown), IDS):
             part = unknown[start : start + IDS]

@@ -145,7 +145,7 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
 
 
 class PassageIds:
-    """The unique ids of an index in its order: `ids[i]`, `id in ids`, `ids.position(id)`.
+    """An index's unique ids in order: `ids[i]`, `id in ids`, `set & ids`, `ids.position(id)`.
 
     One behind the other in memory or a mapped file, and found by bisection.
     """
@@ -199,8 +199,7 @@ class PassageIds:
     def __getitem__(self, i: int) -> str:
         return self._bytes(range(len(self._start) - 1)[i]).decode()
 
-    def among(self, ids: Iterable[str]) -> set[str]:
-        """Those of `ids` that are in the index."""
+    def __rand__(self, ids: set[str]) -> set[str]:
         return {id_ for id_ in ids if id_ in self}
 
     def _find(self, id_: object) -> int | None:

@@ -219,7 +219,9 @@ def test_a_killed_call_goes_on_where_it_was(files):
         path.write_bytes(whole + b'{"model": "m", "prom')  # a kill in the middle of a line
         server.delay, before = 0.0, len(server.asked)
         assert scored(files, server.url)["judge"] == 1.0
-        assert done >= 5 and len(server.asked) - before == 60 - done
+        judged = {json.loads(line)["prompt"] for line in whole.splitlines()[:done]}
+        again = {body["messages"][0]["content"] for body in server.asked[before:]}
+        assert len(judged) == done >= 5 and len(again) == 60 - done and not again & judged
     assert len(kept(files)) == 60 and path.read_bytes().startswith(whole)
 
 

@@ -24,7 +24,7 @@ for package in ("starlette", "uvicorn"):
 class Stub:
     """A retriever whose calls wait for `go` and are kept; "bad" raises, "nan" has a NaN score."""
 
-    passage_ids = {"g": 0, "h": 1}
+    passage_ids = {"g": 0, "h": 1}.keys()
 
     def __init__(self):
         self.go, self.begun, self.calls = threading.Event(), threading.Event(), []
