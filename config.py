@@ -58,18 +58,49 @@ def between(low: float, high: float) -> Range:
 FINITE = Range("finite", math.isfinite)
 
 
-def check_ranges(cfg: Any, prefix: str = "") -> None:
-    """ConfigError for the first value, nested ones too, outside its range; null is in any."""
+class Only(NamedTuple):
+    """Where a field has an effect: the field `key` has one of `values`, or any if there are none."""
+
+    key: str
+    values: tuple = ()
+
+    def __str__(self) -> str:
+        return f"{self.key}={' or '.join(self.values) or '…'}"
+
+
+def check_fields(cfg: Any, prefix: str = "", scope: dict | None = None, idle: str = "") -> None:
+    """ConfigError for the first field, nested ones too, whose value is outside its range (null is in
+    any) or is given though it has no effect.
+
+    scope: the fields around a nested dataclass; idle: why none of its fields has an effect
+    """
     hints = typing.get_type_hints(type(cfg), include_extras=True)
+    scope = (scope or {}) | vars(cfg)
     for f in fields(cfg):
-        value, hint = getattr(cfg, f.name), hints[f.name]
+        value, (tp, marks), reason = getattr(cfg, f.name), split_hint(hints[f.name]), idle
+        for mark in marks:
+            if isinstance(mark, Only):
+                setting = scope.get(mark.key)
+                used = setting in mark.values if mark.values else bool(setting)
+                if mark.key in scope and not used:
+                    reason = f"it has an effect with {mark} alone"
+            elif value is not None and not mark.holds(value):
+                null = ", or null" if type(None) in get_args(tp) else ""
+                raise ConfigError(f"{prefix}{f.name}={value} must be {mark.rule}{null}")
         if is_dataclass(value):
-            check_ranges(value, f"{prefix}{f.name}.")
-        elif get_origin(hint) is Annotated and value is not None:
-            rule, holds = hint.__metadata__[0]
-            if not holds(value):
-                null = ", or null" if type(None) in get_args(hint.__origin__) else ""
-                raise ConfigError(f"{prefix}{f.name}={value} must be {rule}{null}")
+            check_fields(value, f"{prefix}{f.name}.", scope, reason)
+        elif reason and value != default_of(f):
+            raise ConfigError(f"{prefix}{f.name}={value}: {reason}; leave it out")
+
+
+def split_hint(hint: Any) -> tuple[Any, tuple]:
+    """(type, marks) of an `Annotated` type or a plain one."""
+    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+
+
+def default_of(f: dataclasses.Field) -> Any:
+    """The default of a dataclass field; MISSING where it has none."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def check_given(cfg: Any, *names: str) -> None:
@@ -117,7 +148,8 @@ def type_name(tp: Any) -> str:
     """A type as a person would write it: `int`, `str or null`, `one of strict, paper`."""
     origin, args = get_origin(tp), get_args(tp)
     if origin is Annotated:
-        return f"{type_name(args[0])}, {args[1].rule}"
+        marks = (f" (with {m})" if isinstance(m, Only) else f", {m.rule}" for m in tp.__metadata__)
+        return type_name(tp.__origin__) + "".join(marks)
     if origin in (Union, types.UnionType):
         return " or ".join("null" if a is type(None) else type_name(a) for a in args)
     if origin is Literal:
@@ -183,7 +215,7 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
             hint = f"did you mean {prefix}{near[0]}?" if near else all_keys
             raise ConfigError(f"unknown key {prefix}{key}; {hint}")
     for name, f in known.items():
-        if f.default is MISSING and f.default_factory is MISSING and name not in values:
+        if default_of(f) is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name} is required: give {prefix}{name}=…")
     return cls(**{k: convert(v, hints[k], prefix + k) for k, v in values.items()})
 
@@ -245,7 +277,7 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
     """Dataclass `cls` ← the YAML files of `--config FILE` (in order) ← `key=value`, of `argv` or
     sys.argv; ConfigError for what is wrong there. `--help` prints every knob and leaves."""
     cfg = build(cls, read_words(cls, argv))
-    check_ranges(cfg)
+    check_fields(cfg)
     return cfg
 
 
@@ -279,16 +311,15 @@ def knobs(cls: type, prefix: str = "") -> typing.Iterator[str]:
     """Lines of help: for every key `key: type = default`, and its meaning below."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls, include_extras=True)
     for f in fields(cls):
-        key, tp, meaning = prefix + f.name, hints[f.name], docs.get(f.name, "")
+        key, (tp, marks), meaning = prefix + f.name, split_hint(hints[f.name]), docs.get(f.name, "")
         if is_dataclass(tp):
-            yield f"  {key}.…    {meaning}"
+            where = "".join(f"with {mark}: " for mark in marks)
+            yield f"  {key}.…    {where}{meaning}"
             yield from knobs(tp, f"{key}.")
         elif f.init:
-            default = "(required)"
-            if f.default is not MISSING or f.default_factory is not MISSING:
-                value = f.default if f.default is not MISSING else f.default_factory()
-                default = json.dumps(value, ensure_ascii=False)
-            yield f"  {key}: {type_name(tp)} = {default}"
+            value = default_of(f)
+            default = "(required)" if value is MISSING else json.dumps(value, ensure_ascii=False)
+            yield f"  {key}: {type_name(hints[f.name])} = {default}"
             yield from (" " * 8 + line for line in textwrap.wrap(meaning, 92))
 
 
@@ -326,7 +357,7 @@ def run(
             if os.path.exists(note) and os.environ.get("RANK", "0") == "0":
                 os.remove(note)
         cfg = build(cls, values)
-        check_ranges(cfg)
+        check_fields(cfg)
         result = main(cfg)
         if result is not None:
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)

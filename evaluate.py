@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
-from config import ConfigError, above, at_least, build, save_config, to_dict
+from config import ConfigError, Only, above, at_least, build, save_config, to_dict
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
@@ -75,7 +75,7 @@ class EvaluateConfig:
     """the index to search"""
     k: Annotated[int, at_least(1)] = DEPTH
     """results per query; those beyond 100 never count"""
-    documents: bool = False
+    documents: Annotated[bool, Only("qrels")] = False
     """qrels judge documents, passage ids are DOCUMENT-N: score by the best passage"""
     relevant_from: Annotated[int, at_least(1)] = 1
     """lowest gain that is relevant to MRR and recall"""
@@ -90,11 +90,11 @@ class EvaluateConfig:
     judge: str = ""
     """answers: address of an OpenAI-compatible server (`vllm serve`), whose model is asked whether
     an answer agrees with the golden ones; a key comes from OPENAI_API_KEY"""
-    judge_model: str = ""
+    judge_model: Annotated[str, Only("judge")] = ""
     """the judge's name on that server"""
-    judge_requests: Annotated[int, at_least(1)] = 16
+    judge_requests: Annotated[int, at_least(1), Only("judge")] = 16
     """questions put to the judge at a time"""
-    judge_timeout: Annotated[float, above(0)] = 120.0
+    judge_timeout: Annotated[float, above(0), Only("judge")] = 120.0
     """seconds for one answer of the judge"""
     samples: Annotated[int, at_least(1)] = 10_000
     """bootstrap samples and sign flips"""
@@ -151,7 +151,6 @@ def check(cfg: EvaluateConfig) -> None:
             not cfg.answers and not cfg.qrels and not cfg.turns,
             "no judgments: give qrels=FILE, or turns=FILE, whose gold_ids are used",
         ),
-        (cfg.documents and not cfg.qrels, "documents=true needs qrels=FILE that judge documents"),
     ):
         if wrong:
             raise ConfigError(message)

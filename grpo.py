@@ -34,10 +34,11 @@ from engines.base import Rollout, Sampling
 from lora import starting_weights
 from model import lr_at
 from packing import packed_logprobs
+from reward import REWARDS
 from rollout import TorchEngine
 from scoring.health import step_figures, validation_line
 from scoring.trackers import check_trackers
-from tasks import Task, TaskConfig, check_task
+from tasks import EPISODES, REWRITES, Task, TaskConfig, check_task
 from training import BETAS, Clock, Stopped, TrainConfig
 
 # ==================== configuration
@@ -51,8 +52,8 @@ class GRPOConfig(TaskConfig, TrainConfig):
     """training turns (JSONL); for search and agent questions"""
     dev: str = ""
     """held-out turns or questions for validation; empty: no validation"""
-    qrels: list[str] = field(default_factory=list)
-    """search, agent: TREC files with the gold passages, for gold_reward and metrics; optional"""
+    qrels: Annotated[list[str], EPISODES] = field(default_factory=list)
+    """TREC files with the gold passages, for gold_reward and metrics; turns have their own"""
     out: str = "runs/grpo"
     steps: Annotated[int | None, at_least(1)] = None
     """optimizer steps on fresh rollouts; null: `epochs` passes over the turns"""
@@ -64,11 +65,9 @@ class GRPOConfig(TaskConfig, TrainConfig):
     """G, responses per prompt (the paper's text: 8; its TopiOCQA scripts: 16)"""
     temperature: Annotated[float, at_least(0.001)] = 0.7
     """in sampling and in all log-probabilities"""
-    reward: Literal[
-        "rank_incentive", "reciprocal", "exponential", "mrr@3", "ndcg@3", "recall@10", "recall@100"
-    ] = "rank_incentive"
+    reward: Annotated[Literal[tuple(REWARDS)], REWRITES] = "rank_incentive"
     """what a rank is worth (reward.REWARDS); the alternatives are the paper's ablation"""
-    malformed_reward: Annotated[float, FINITE] = -0.1
+    malformed_reward: Annotated[float, FINITE, REWRITES] = -0.1
     """reward of a response that does not parse; it is not searched"""
     lr: Annotated[float, above(0)] = 1e-6
     betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.999])
@@ -444,7 +443,7 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 def check_config(cfg: GRPOConfig, world: int) -> None:
     """ConfigError for settings that cannot work; loads nothing."""
-    config.check_ranges(cfg)
+    config.check_fields(cfg)
     config.check_given(cfg, "model", "train", "out")
     share, left_over = divmod(cfg.prompts_per_step, world)
     wrong = ""
@@ -463,8 +462,6 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
             f"lora.dropout={cfg.lora.dropout}: another policy than what sampled would be trained; "
             "set lora.dropout=0"
         )
-    elif cfg.task == "rewrite" and cfg.qrels:
-        wrong = f"qrels={cfg.qrels}: turns have their own gold_ids; leave qrels out"
     elif cfg.episode.gold_reward != "none" and not cfg.qrels:
         wrong = (
             f"episode.gold_reward={cfg.episode.gold_reward} needs the gold passages: give "

@@ -22,7 +22,7 @@ import torch
 import distributed
 import rollout
 import runs
-from config import ConfigError, above, at_least, check_given, check_ranges, run, save_config
+from config import ConfigError, above, at_least, check_given, check_fields, run, save_config
 from data import DataError, Question, Turn, item_id
 from distributed import Dist, print0
 from engines.base import Sampling
@@ -30,17 +30,17 @@ from episodes.episode import FAILED
 from episodes.tools import ToolsAway
 from model import load_tokenizer
 from reward import parse_paper_inference, parse_response
-from tasks import TASKS, Task, TaskConfig, check_task, open_task, other_task
+from tasks import EPISODES, REWRITES, TASKS, Task, TaskConfig, check_task, open_task, other_task
 
 
 @dataclass
 class InferConfig(TaskConfig):
     model: str = ""
     """Hugging Face folder or hub name of an instruct model, or a LoRA adapter's folder"""
-    turns: str = ""
-    """rewrite: turns file (JSONL) to write rewrites for"""
-    questions: str = ""
-    """search, agent: questions file (JSONL) to answer"""
+    turns: Annotated[str, REWRITES] = ""
+    """turns file (JSONL) to write rewrites for"""
+    questions: Annotated[str, EPISODES] = ""
+    """questions file (JSONL) to answer"""
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
@@ -264,7 +264,7 @@ def respond(
 
 def check(cfg: InferConfig) -> None:
     """ConfigError for settings that cannot work; loads nothing."""
-    check_ranges(cfg)
+    check_fields(cfg)
     source = TASKS[cfg.task].items
     check_given(cfg, "model", source, "out")
     check_task(cfg)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from config import check_ranges
+from config import check_fields
 from engines.base import EngineConfig, Rollout, RolloutError, Sampling  # noqa: F401
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine, check_vllm
@@ -29,7 +29,7 @@ class EngineGap(RuntimeError):
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
     """Raise for settings that cannot work; equal_calls: of all processes."""
-    check_ranges(cfg, "engine.")
+    check_fields(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (
         (world % cfg.tensor_parallel, f"a divisor of the {world} processes"),

@@ -374,7 +374,7 @@ def merge(cfg: SFTConfig, dist: Dist) -> dict:
 
 def check(cfg: SFTConfig) -> None:
     """ConfigError for settings that cannot work; loads nothing."""
-    config.check_ranges(cfg)
+    config.check_fields(cfg)
     sampled = ("turns", "examples") if cfg.stage in ("all", "sample") else ()
     config.check_given(cfg, "model", "out", *sampled)
     if cfg.stage == "all" and cfg.records:

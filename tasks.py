@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import data
-from config import ConfigError, at_least
+from config import ConfigError, Only, at_least
 from data import DataError, Turn, one_line
 from distributed import gather_rows, print0
 from engines.base import EngineConfig, Rollout
@@ -47,6 +47,8 @@ from runs import read_json
 from scoring.ranking import evaluate_run, read_qrels
 from search.passages import PassageIds, Texts
 
+REWRITES, EPISODES = Only("task", ("rewrite",)), Only("task", ("search", "agent"))
+
 
 @dataclass
 class TaskConfig:
@@ -57,15 +59,15 @@ class TaskConfig:
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """the search engine that gives ranks; search, agent: what episodes search, whose `corpus` has
     the texts that are shown"""
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    """search, agent: budgets, form and reward of an episode"""
-    instruction: str = ""
-    """rewrite: a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
+    episode: Annotated[EpisodeConfig, EPISODES] = field(default_factory=EpisodeConfig)
+    """budgets, form and reward of an episode"""
+    instruction: Annotated[str, REWRITES] = ""
+    """a text file with the prompt's instruction; empty: prompts.INSTRUCTION"""
     max_prompt_tokens: Annotated[int, at_least(1)] = 1536
     """longer prompts are left out and counted"""
     max_response_tokens: Annotated[int, at_least(1)] = 1024
     """sampling stops here; of an episode, with what is shown to the model"""
-    parser: Literal["strict", "paper"] = "strict"
+    parser: Annotated[Literal["strict", "paper"], REWRITES] = "strict"
     """what is well formed; `paper`: the original's expressions, of its training or its inference"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """what samples"""
@@ -195,7 +197,7 @@ def check_task(cfg: TaskConfig) -> None:
     """ConfigError for settings of engine and task that cannot work; loads nothing."""
     check_engine(cfg.engine, TASKS[cfg.task].equal_calls)
     if cfg.task != "rewrite":
-        check_episode(cfg.episode, cfg.task, cfg.max_response_tokens)
+        check_episode(cfg.episode, cfg.max_response_tokens)
 
 
 def open_task(

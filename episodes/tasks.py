@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import data
 import prompts
-from config import ConfigError, above, at_least, between
+from config import ConfigError, Only, above, at_least, between
 from data import DataError, Question, one_line
 from distributed import gather_rows
 from episodes.episode import (
@@ -40,6 +40,7 @@ from scoring.health import answer_means
 
 TAG_NAMES = ("think", "search", "result", "answer", "tools", "tool_call", "tool_response")
 TAGS = tuple(f"<{slash}{name}>" for slash in ("", "/") for name in TAG_NAMES)
+AGENT, SEARCH = Only("task", ("agent",)), Only("task", ("search",))
 
 
 @dataclass
@@ -50,8 +51,8 @@ class EpisodeConfig:
     """turns of the model; an episode that asks for a search in its last ends as `rounds`"""
     max_calls: Annotated[int, at_least(1)] = 10
     """searches (tool calls) of an episode that are carried out; later ones get a note"""
-    calls_per_round: Annotated[int, at_least(1)] = 4
-    """agent: calls of one turn that are carried out; the others get a note"""
+    calls_per_round: Annotated[int, at_least(1), AGENT] = 4
+    """calls of one turn that are carried out; the others get a note"""
     result_tokens: Annotated[int, at_least(32)] = 512
     """tokens of one result at most, tags included; documents are cut to fit, the longest first"""
     answer_share: Annotated[float, between(0, 0.9)] = 0.125
@@ -60,14 +61,14 @@ class EpisodeConfig:
     """new tokens of one turn at most; null: whatever max_response_tokens leaves"""
     stop_at_answer: bool = False
     """end an episode at </answer>, with an untrained EOS: for models that never learnt to stop"""
-    bare_calls: bool = False
-    """agent: calls are JSON ended by `}}`, for a model that was never taught the tool_call tags"""
-    template: Literal["instruct", "base"] = "instruct"
-    """search: a chat (instruct), or one string for a model without a chat template (base)"""
+    bare_calls: Annotated[bool, AGENT] = False
+    """calls are JSON ended by `}}`, for a model that was never taught the tool_call tags"""
+    template: Annotated[Literal["instruct", "base"], SEARCH] = "instruct"
+    """a chat (instruct), or one string for a model without a chat template (base)"""
     instruction: str = ""
     """text file with rules to use in place of those of prompts.py"""
-    mcp: str = ""
-    """agent: MCP server with the tools, a URL or a command; empty: the retriever"""
+    mcp: Annotated[str, AGENT] = ""
+    """MCP server with the tools, a URL or a command; empty: the retriever"""
     timeout: Annotated[float, above(0)] = 60.0
     """seconds for the searches of a round; those that take longer have failed"""
     answer_reward: Literal["auto", "research", "em", "f1"] = "auto"
@@ -78,7 +79,7 @@ class EpisodeConfig:
     """weight of gold_reward beside the answer's"""
 
 
-def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
+def check_episode(cfg: EpisodeConfig, budget: int) -> None:
     """ConfigError for settings that cannot work; loads nothing. budget: max_response_tokens."""
     room = budget - int(cfg.answer_share * budget)
     if cfg.instruction:
@@ -89,12 +90,6 @@ def check_episode(cfg: EpisodeConfig, task: str, budget: int) -> None:
             f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
             "lower the other"
         )
-    elif task != "agent" and cfg.mcp:
-        problem = "episode.mcp is for task=agent; leave it empty"
-    elif task != "agent" and cfg.bare_calls:
-        problem = "episode.bare_calls is for task=agent; leave it out"
-    elif task == "agent" and cfg.template == "base":
-        problem = "episode.template=base is for task=search; agent needs a chat template"
     elif cfg.mcp and cfg.gold_reward != "none":
         problem = (
             "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "

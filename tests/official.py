@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 import prepare
-from config import check_ranges
+from config import check_fields
 from data import read_turns
 from sources import conversations, files
 
@@ -25,7 +25,7 @@ def make(command, source, out, **settings):
     """`prepare.py COMMAND source=… out=… …` without a process."""
     config, function, _ = prepare.COMMANDS[command]
     cfg = config(source=str(source), out=str(out), **settings)
-    check_ranges(cfg)
+    check_fields(cfg)
     return function(cfg)
 
 

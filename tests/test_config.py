@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import pytest
 import yaml
 import config
-from config import above, at_least, between, check_ranges, ConfigError, load_config
+from config import Only, above, at_least, between, check_fields, ConfigError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -664,7 +664,39 @@ def test_numbers_at_the_edge_of_a_range_and_null_are_taken():
     cfg = load_config(Outer, ["inner.lr=1e-300", "inner.steps=null", "inner.share=1"])
     assert (cfg.inner.lr, cfg.inner.steps, cfg.inner.share) == (1e-300, None, 1.0)
     with pytest.raises(ConfigError, match="share"):
-        check_ranges(Outer(Ranged(share=2.0)))
+        check_fields(Outer(Ranged(share=2.0)))
+
+
+@dataclass
+class Search:
+    depth: Annotated[int, at_least(1)] = 10
+    template: Annotated[str, Only("task", ("search",))] = "chat"
+
+
+@dataclass
+class Tasks:
+    task: str = "rewrite"
+    judge: str = ""
+    model: Annotated[str, Only("judge")] = ""
+    words: Annotated[list[str], Only("task", ("rewrite",))] = field(default_factory=lambda: ["a"])
+    search: Annotated[Search, Only("task", ("search", "agent"))] = field(default_factory=Search)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["search.depth=3"], "search.depth=3: it has an effect with task=search or agent alone"),
+        (["task=agent", "search.template=x"], "search.template=x: it has an effect with task=sear"),
+        (["task=agent", "words=[b]"], "words=['b']: it has an effect with task=rewrite alone"),
+        (["model=m"], "model=m: it has an effect with judge=… alone; leave it out"),
+        (["task=agent", "search.depth=0"], "search.depth=0 must be at least 1"),
+        (["search.depth=10", "words=[a]", "model="], ""),
+        (["task=search", "search.depth=3", "search.template=x", "judge=j", "model=m"], ""),
+    ],
+)
+def test_a_setting_without_effect_is_refused_by_name(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) if message else nullcontext():
+        load_config(Tasks, words)
 
 
 @dataclass
