@@ -59,7 +59,7 @@ FINITE = Range("finite", math.isfinite)
 
 
 class Only(NamedTuple):
-    """Where a field has an effect: the field `key` has one of `values`, or any if there are none."""
+    """An `Annotated` mark: the field has an effect where `key` has one of `values`, or any value."""
 
     key: str
     values: tuple = ()
@@ -69,10 +69,10 @@ class Only(NamedTuple):
 
 
 def check_fields(cfg: Any, prefix: str = "", scope: dict | None = None, idle: str = "") -> None:
-    """ConfigError for the first field, nested ones too, whose value is outside its range (null is in
-    any) or is given though it has no effect.
+    """ConfigError for the first value, nested ones too, that is outside its range, or was given
+    though it has no effect. null is inside every range.
 
-    scope: the fields around a nested dataclass; idle: why none of its fields has an effect
+    scope: the values around a nested dataclass; idle: why none of its fields has an effect
     """
     hints = typing.get_type_hints(type(cfg), include_extras=True)
     scope = (scope or {}) | vars(cfg)

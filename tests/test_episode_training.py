@@ -535,7 +535,7 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
         (["retriever.across_ranks=true"], config.ConfigError, "serve the index"),
         (["qrels=[dev.qrels, wrong.qrels]"], DataError, "'p99' is not in the index"),
         (["qrels=[foreign.qrels]"], DataError, "no gold passage of a question of"),
-        (["task=rewrite"], config.ConfigError, "turns have their own gold_ids"),
+        (["task=rewrite"], config.ConfigError, "episode.top_k=1: it has an effect with task=sea"),
         (["max_prompt_tokens=1", "episode.template=base"], DataError, "every prompt is longer"),
     ):
         (world / "wrong.qrels").write_text("train0 0 p99 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -46,25 +47,21 @@ class Endpoint:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer.lock:
-                    outer.now += 1
-                    outer.most = max(outer.most, outer.now)
-                try:
+                with contextlib.suppress(OSError):  # the client left
                     self.reply(body)
-                except OSError:
-                    pass  # the client left
-                finally:
-                    with outer.lock:
-                        outer.now -= 1
 
             def reply(self, body: dict):
                 text = body["messages"][0]["content"]
                 case = json.loads(re.search(r"^\{.*\}$", text, re.MULTILINE)[0])
                 with outer.lock:
+                    outer.now += 1
+                    outer.most = max(outer.most, outer.now)
                     outer.asked.append(body | {"case": case, "path": self.path})
                     plan = outer.faults.get(case["candidate"]) or ["judge"]
                     what = plan.pop(0) if len(plan) > 1 or plan[0] != "judge" else "judge"
                 time.sleep(outer.delay)
+                with outer.lock:  # before the answer: behind it the client's next request may come
+                    outer.now -= 1
                 if outer.key and self.headers.get("Authorization") != f"Bearer {outer.key}":
                     return self.send(401, {"error": {"message": "no such key"}})
                 if what == "hang":
