@@ -59,7 +59,7 @@ FINITE = Range("finite", math.isfinite)
 
 
 class Only(NamedTuple):
-    """An `Annotated` mark: the field has an effect where `key` has one of `values`, or any value."""
+    """A field has an effect only where field `key` has one of `values`, or any value but empty."""
 
     key: str
     values: tuple = ()
