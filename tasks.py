@@ -45,6 +45,7 @@ from reward import Parsed, parse_response, score_rewrite
 from rollout import check_engine
 from runs import read_json
 from scoring.ranking import evaluate_run, read_qrels
+from search.client import RemoteIds
 from search.passages import PassageIds, Texts
 
 REWRITES, EPISODES = Only("task", ("rewrite",)), Only("task", ("search", "agent"))
@@ -229,12 +230,24 @@ def open_task(
     opened = open_retriever(retriever)
     ids = opened.passage_ids
     golds = read_golds(qrels, ids)
-    if not hasattr(ids, "position"):  # a served index: the order is the corpus file's
-        ids = PassageIds([p.id for p in data.read_corpus(retriever.corpus)])
+    if retriever.kind == "remote":
+        ids = corpus_ids(retriever.corpus, ids)
     documents = Texts(retriever.corpus, ids).document
     numbered = cfg.task == "agent"
     tools = RetrieverTools(opened, documents, episode.top_k, episode.timeout, numbered)
     return kind(episode, tokenizer, tools, shown, golds)
+
+
+def corpus_ids(corpus: str, served: RemoteIds) -> PassageIds:
+    """The ids of a corpus file in its order; DataError where the served index has others."""
+    ids = PassageIds(p.id for p in data.read_corpus(corpus))
+    some = {ids[i] for i in range(0, len(ids), max(1, len(ids) // 1000))}
+    if len(ids) != len(served) or some - (some & served):
+        raise DataError(
+            f"{corpus} has {len(ids):,} passages and is not what the served index of "
+            f"{len(served):,} was built from; give that file"
+        )
+    return ids
 
 
 def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:

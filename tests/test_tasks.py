@@ -11,9 +11,10 @@ from scripted import ANSWER, LIMA, THINK, play, search_task
 
 import grpo
 import tasks
-from data import Turn
+from data import DataError, Turn
 from engines.base import Rollout
 from prompts import response_text
+from runs import write_jsonl
 
 LISTED = re.findall(r"(\w+)\(([^)]*)\)(?= →|  |,)", tasks.__doc__)
 
@@ -63,3 +64,13 @@ def test_an_episode_is_rewarded_by_its_figures(dist):
     assert task.reward(e, figures | {"all_gold": None}) == 1.0
     found = task.validate([e], [LIMA], [LIMA])
     assert found["f1"] == 1.0 and found["failed"] == 0 and found["format_rate"] == 1.0
+
+
+@pytest.mark.parametrize("served", [{"p0", "p1", "p2"}, {"p0", "x"}])
+def test_a_served_index_of_another_corpus_is_refused(tmp_path, served):
+    write_jsonl(str(tmp_path / "c.jsonl"), [{"id": f"p{i}", "contents": "a"} for i in range(2)])
+    assert list(tasks.corpus_ids(str(tmp_path / "c.jsonl"), {"p0", "p1"})) == ["p0", "p1"]
+    with pytest.raises(
+        DataError, match=f"2 passages and is not what the served index of {len(served)}"
+    ):
+        tasks.corpus_ids(str(tmp_path / "c.jsonl"), served)
