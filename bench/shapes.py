@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 SHAPES = {
     "tiny": dict(
-        hidden_size=64,
+        hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
