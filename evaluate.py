@@ -107,7 +107,7 @@ class EvaluateConfig:
                 setattr(self, name, [part.strip() for part in value.split(",") if part.strip()])
 
 
-# the history from its end in "context": a length limit cuts off the oldest
+# "context" has the newest turn first: a length limit cuts off the oldest
 QUERY_TEXTS = {
     "question": lambda t: t.question,
     "first": lambda t: t.context[0][0] if t.context else t.question,
@@ -157,7 +157,7 @@ def check(cfg: EvaluateConfig) -> None:
 
 
 def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterable[str]) -> None:
-    """DataError where two files that belong together share no id."""
+    """DataError if two files that belong together share no id."""
     its, others = set(its), set(others)
     if its and its.isdisjoint(others):
         raise DataError(
@@ -167,7 +167,7 @@ def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterabl
 
 
 def _title(path: str, taken: dict) -> str:
-    """A file's name without its ending; the whole path where that name is taken."""
+    """A file's name without its ending; the whole path if that name is taken."""
     title = os.path.splitext(os.path.basename(path))[0]
     if title in taken and path in taken:
         raise ConfigError(f"{path} is named once more; as baseline and as run is enough")
@@ -178,14 +178,14 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^\w.-]+", "_", title)
 
 
-# a line of the tables: its counts, and its scores, each part of them with queries of its own
+# a line of the tables: counts, and scores in parts, each over its own queries
 System = tuple[dict[str, Any], list[Scores]]
 
 # ------------------------------------------------------------------------------- runs and rewrites
 
 
 def score(cfg: EvaluateConfig) -> dict:
-    """Score runs and what is searched, print the tables, write `out`; all systems' rows."""
+    """Score runs and searched queries, print the tables, write `out`; returns all rows."""
     turns = read_turns(cfg.turns) if cfg.turns else []
     gold = {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for turn in turns if turn.gold_ids}
     qrels = read_qrels(cfg.qrels) if cfg.qrels else gold
@@ -210,8 +210,8 @@ def score(cfg: EvaluateConfig) -> dict:
 def _score_run(
     cfg: EvaluateConfig, name: str, run: Run, qrels: Qrels, status: dict[str, str] | None = None
 ) -> System:
-    """A run's system. status: query id → of a rewrites file, {} for other queries that were
-    searched here, None for a run that was read."""
+    """The system of a run. status: query id → status in a rewrites file; {} for other queries that
+    were searched here, None for a run that was read from a file."""
     if cfg.documents:
         run = best_passages(run)
     if cfg.documents or status is None:
@@ -238,7 +238,7 @@ def _score_run(
 def _search_all(
     cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, systems: dict[str, System]
 ) -> None:
-    """Search what `query` and `rewrites` name for the judged turns, and add it to `systems`."""
+    """Search what `query` and `rewrites` name for the judged turns; add it to `systems`."""
     if cfg.questions:
         turns = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)]
     source = cfg.turns or cfg.questions
@@ -296,7 +296,7 @@ def read_rewrites(path: str, sample: int = 0) -> tuple[dict[str, str], dict[str,
 
 
 def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
-    """The run of queries by id; None and blank ones are not searched."""
+    """Search queries by id into a run; None and blank ones are not searched."""
     asked = {query: text for query, text in queries.items() if text and text.strip()}
     results = retriever.search(list(asked.values()), k) if asked else []
     return {query: [] for query in queries} | dict(zip(asked, results, strict=True))
@@ -306,7 +306,7 @@ def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
 
 
 def score_answers(cfg: EvaluateConfig) -> dict:
-    """Score files of answers, print the tables, write `out` and FlashRAG's files; all rows."""
+    """Score files of answers, print the tables, write `out` and FlashRAG's files; returns rows."""
     judge = None
     if cfg.judge:
         verdicts = os.path.join(cfg.out, "judge.jsonl")
@@ -353,10 +353,10 @@ def compare(
     groups: dict[str, dict[str, list[str]]],
     main_metric: str,
 ) -> dict:
-    """Compare the systems, print the tables, write them: the last system's row, and all in it.
+    """Compare the systems, print and write the tables; returns the last row, with all `systems`.
 
-    A row: means, counts, `ci`, tests against the first system (`paired`) and the one before
-    (`paired_before`), `groups` (kind → label → means, queries, ci).
+    A row has means, counts, `ci`, paired tests against the first system (`paired`) and the one
+    before (`paired_before`), and `groups` (kind → label → means, queries, ci).
     """
     rows: dict[str, dict] = {}
     titles = list(systems)
@@ -399,7 +399,7 @@ def _row(scores: list[Scores], clusters: dict[str, str], samples: int) -> dict:
 def _paired(
     ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], samples: int
 ) -> dict:
-    """Metric → test, for the metrics and queries that both systems have."""
+    """Metric → paired test over the metrics and queries that both systems have."""
     out: dict[str, dict] = {}
     for scores, baseline in zip(ours, theirs):
         if both := [query for query in scores if query in baseline]:
@@ -480,7 +480,7 @@ def _jobs(cfg: EvaluateConfig) -> dict[str, EvaluateConfig]:
 
 
 def main(cfg: EvaluateConfig) -> dict:
-    """Score what the config names: metrics and counts of the last system and of all."""
+    """Score what the configuration names; returns metrics and counts of all systems."""
     out = {"out": cfg.out} if cfg.out else {}
     if not cfg.answers and (cfg.sets or cfg.retrievers):
         return {"cells": cross(cfg)} | out
@@ -493,7 +493,7 @@ def main(cfg: EvaluateConfig) -> dict:
 
 
 def _short(row: dict) -> dict:
-    """What the last line repeats of a row."""
+    """The part of a row that the last line of stdout shows."""
     left_out = ("ci", "paired", "paired_before", "groups", "paper", "systems")
     return {key: value for key, value in row.items() if key not in left_out}
 

@@ -129,8 +129,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, scale_by_std: bool = Tr
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """a - b of log-probabilities (B, T), finite: equal infinities differ by 0, others by ±10,000;
-    NaN stays."""
+    """a - b of log-probabilities (B, T), finite: 0 for equal infinities, ±10,000 for others; NaN
+    stays."""
     equal = torch.isinf(a) & (a == b)
     return torch.nan_to_num(torch.where(equal, 0.0, a - b), nan=math.nan, posinf=1e4, neginf=-1e4)
 
@@ -211,7 +211,7 @@ class Score:
 
 @dataclass(kw_only=True)
 class Run(training.Run):
-    """What lives as long as the run."""
+    """The state of a run."""
 
     cfg: GRPOConfig
     reference: nn.Module | None  # with LoRA the policy itself (lora.starting_weights)
@@ -224,7 +224,7 @@ class Run(training.Run):
 
 
 def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
-    """Step `step`, from 0: its log row, and the rollouts of all ranks as they are written down."""
+    """Take step `step`, from 0; returns its log row and the rollouts of all ranks as rows."""
     cfg, clock, before = run.cfg, Clock(run.dist.device), run.engine.total
     with clock("sample"):
         rollouts, items = sample(run, step)
@@ -248,9 +248,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[dict]]:
 
 
 def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
-    """This rank's rollouts of a step, and their turns or questions: items[r.group_id].
+    """This rank's rollouts of a step, and the turns or questions: items[r.group_id] of rollout r.
 
-    A group's seed follows from the run's, the step and the prompt's place in it alone.
+    A group's seed depends on the run's seed, the step and the prompt's place in it alone.
     """
     cfg, share = run.cfg, run.cfg.prompts_per_step // run.dist.world
     places = range(run.dist.rank * share, (run.dist.rank + 1) * share)
@@ -263,10 +263,10 @@ def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
 
 
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
-    """Read, search, reward; items[i], a turn or a question, belongs to the rollouts of group_id i.
+    """Read the responses, search, and compute rewards; rollout r is of items[r.group_id].
 
-    Of a rewrite: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). What failed for a
-    technical reason, in the engine or in a search, has no reward and is left out.
+    For rewrites: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). A rollout that failed
+    for a technical reason, in the engine or in a search, has no reward.
     """
     answers = [run.task.read(r) for r in rollouts]
     figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
@@ -277,7 +277,7 @@ def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
 def rollout_advantages(
     rollouts: list[Rollout], scores: list[Score], scale_by_std: bool = True
 ) -> list[float | None]:
-    """Each rollout's advantage, None for one that failed; Stopped where all of all ranks did."""
+    """Each rollout's advantage, None if it failed; Stopped if all rollouts of all ranks failed."""
     kept = [i for i, s in enumerate(scores) if s.reward is not None]
     if not any(distributed.gather_objects(bool(kept))):
         engine = sum(r.end == "engine_error" for r in rollouts)
@@ -294,9 +294,9 @@ def rollout_advantages(
 def build_updates(
     run: Run, rollouts: list[Rollout], advantages: list[float | None]
 ) -> list[Update]:
-    """Groups dealt out to the ranks and packed, with the reference's log-probabilities.
+    """Deal groups out to the ranks, pack micro-batches, add the reference's log-probabilities.
 
-    Without KL and entropy bonus flat groups have no gradient and stay out.
+    Without KL and entropy bonus flat groups have no gradient and are left out.
     """
     cfg = run.cfg
     batch = training_batch(*deal_out(rollouts, advantages, run.dist), run.engine.pad_id)
@@ -324,8 +324,8 @@ SUMS = ("tokens", "kl", "clipped", "entropy", "engine_gap", "start_gap", "loss")
 def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The micro-batch's share of the loss, (); for the log SUMS over its trained tokens, (7,), and
-    the largest difference to the engine, ()."""
+    """A micro-batch's share of the loss (), SUMS over its trained tokens (7,) for the log, and the
+    largest difference to the engine's log-probabilities ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature, "entropy")
@@ -357,10 +357,10 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    A step in which no sequence has a gradient is none: neither momentum nor weight decay moves the
-    weights.
+    Where no sequence has a gradient the step is skipped: momentum and weight decay do not move the
+    weights either.
     """
-    if len(updates) > 1:  # with one the policy has not moved: the update's own numbers serve
+    if len(updates) > 1:  # with a single one the update computes them itself
         with torch.no_grad():
             for micro in (m for u in updates for m in u.micro_batches):
                 micro.old_logprobs = packed_logprobs(policy, micro.packed, cfg.temperature)
@@ -475,7 +475,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:
-    """Check what is cheap to check, then load data and models."""
+    """Check the configuration, then load data and models."""
     check_config(cfg, dist.world)
     return Run(cfg=cfg, dist=dist, settings=training.settings(cfg), **training.load(cfg, dist))
 

@@ -58,7 +58,7 @@ class InferConfig(TaskConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the weights; auto: bfloat16 on a GPU, float32 elsewhere"""
     chunk: Annotated[int, at_least(1)] = 64
-    """turns between two writes: what a kill can lose"""
+    """turns between two writes, which a kill can lose"""
     overwrite: bool = False
     """remove an earlier output of this name first"""
 
@@ -140,8 +140,10 @@ def sample_items(
 def sample_left(
     cfg: InferConfig, left: list, task: Task, tokenizer, prompts: dict, dist: Dist
 ) -> int:
-    """Append this process's share of `left` to its file, a chunk at a time; its tokens. Every
-    process makes as many calls: an engine over several needs that."""
+    """Append this process's share of `left` to its file, chunk by chunk; returns its tokens.
+
+    Every process makes as many calls of the engine, which may be shared by several.
+    """
     engine = open_engine(cfg, tokenizer, dist)
     total = len(left) * cfg.samples
     bar = runs.Progress(total, "sampling", "responses", 0.1) if dist.rank == 0 else None
@@ -170,12 +172,12 @@ def sample_left(
 
 
 def parts_of(output: str) -> list[str]:
-    """What an unfinished run left beside its output."""
+    """The files that an unfinished run left beside its output."""
     return sorted(glob.glob(f"{glob.escape(output)}.rank*"))
 
 
 def begin(cfg: InferConfig, task: Task) -> None:
-    """Check the settings of what is there, or remove it (rank 0)."""
+    """Check the settings of an earlier output, or remove it (rank 0)."""
     settings = runs.settings(cfg, SETTINGS, ["model"]) | task.settings(cfg)
     there = map(glob.escape, [cfg.out, *parts_of(cfg.out)])
     runs.begin_output(f"{cfg.out}.meta.json", settings, there, cfg.overwrite)
@@ -183,8 +185,8 @@ def begin(cfg: InferConfig, task: Task) -> None:
 
 
 def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int], dict]:
-    """(id, sample) → its line in the output's files, rather one that did not fail; what a kill cut
-    off is passed over."""
+    """(id, sample) → its line in the output's files, if possible one that did not fail. Lines that a
+    kill cut off are skipped."""
     rows: dict[tuple[str, int], dict] = {}
     for path in [output] * os.path.isfile(output) + parts_of(output):
         with open(path, "rb") as f:
@@ -206,7 +208,7 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
 
 
 def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[dict]:
-    """Merge the parts into `cfg.out`, whole or not at all; its lines (every rank)."""
+    """Merge the parts into `cfg.out` atomically; returns its lines on every rank."""
     found = read_rows(cfg.out, prompts)
     keys = [(query_id, i) for query_id in prompts for i in range(cfg.samples)]
     rows = [found[key] for key in keys if key in found]
@@ -226,7 +228,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
 def respond(
     cfg: InferConfig, items: list[Turn] | list[Question], dist: Dist
 ) -> tuple[list[dict], dict]:
-    """All lines, and the summary; `cfg.out` is complete afterwards. Every rank calls it."""
+    """Complete `cfg.out`; returns all lines and the summary (a collective)."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
     with runs.only_writer(folder, name, dist.rank):
         tokenizer = load_tokenizer(cfg.model)

@@ -102,7 +102,7 @@ TRAIN_KEYS = (  # what changes the result
 
 @dataclass(kw_only=True)
 class Run(training.Run):
-    """A fine-tuning while it lasts: validated after every epoch, whose best is final/."""
+    """The state of a fine-tuning run, validated after every epoch; final/ is the best epoch's."""
 
     kept: ClassVar[str] = "final"
     cfg: SFTConfig
@@ -141,7 +141,7 @@ def step_batches(
 
 
 def as_rollout(row: Example, number: int) -> Rollout:
-    """The row as a response to what stands before its first trained token; a group of its own."""
+    """The row as a group of one: the tokens before the first trained one are the prompt."""
     start = row.loss_mask.index(1) + 1 if any(row.loss_mask) else len(row.loss_mask)
     response, mask = row.tokens[start:], row.loss_mask[start - 1 :]
     return Rollout(row.tokens[:start], response, [0.0] * len(response), mask, number, "eos")
@@ -158,8 +158,8 @@ def train_step(
 ) -> tuple[float, float]:
     """One update by the loss -Σ log p / tokens; `tokens`: trained ones over all processes.
 
-    Returns (this process's part of the loss, gradient norm before clipping); where the norm is not
-    finite nothing was updated.
+    Returns (this process's part of the loss, gradient norm before clipping); with a norm that is
+    not finite nothing is updated.
     """
 
     def loss(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +176,7 @@ def train_step(
 
 
 def fit(run: Run, step: int) -> dict:
-    """Take optimizer step `step`, from 0; its log row."""
+    """Take optimizer step `step`, from 0; returns its log row."""
     cfg, clock, batch = run.cfg, Clock(run.dist.device), step_examples(run.rows, step, run.cfg)
     tokens = sum(sum(row.loss_mask) for row in batch)
     lr = lr_at(step, cfg.lr, math.ceil(run.steps * cfg.warmup_fraction), run.steps, cfg.schedule)
@@ -220,7 +220,7 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Figures of the held-out rows; keeps the best epoch, without such rows the last."""
+    """Figures of the held-out rows; keeps the best epoch, or the last if nothing is held out."""
     figures = heldout_loss(run.policy, run.heldout) if run.heldout else {}
     if step:
         value = -figures["heldout_loss"] if figures else step
@@ -236,7 +236,7 @@ def records_path(cfg: SFTConfig) -> str:
 
 
 def train(cfg: SFTConfig, dist: Dist) -> dict:
-    """Train on the records, into `<out>/final`; returns what result.json holds."""
+    """Train on the records, into `<out>/final`; returns the content of result.json."""
     path = records_path(cfg)
     agentic = trajectories.holds_trajectories(path)
     if agentic and cfg.target != "response":
@@ -283,7 +283,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
 
 
 def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, heldout: list) -> Run:
-    """Load and shard the model, with the adapter that `lora` asks for."""
+    """Load and shard the model, with an adapter if `lora` asks for one."""
     cuda = dist.device.type == "cuda"
     with distributed.in_turn():
         model = load_policy(cfg, cuda)
@@ -314,7 +314,7 @@ def start(cfg: SFTConfig, dist: Dist, settings: dict, tokenizer, rows: list, hel
 
 
 def check_fit(model: nn.Module, tokenizer, examples: list[Example], cfg: SFTConfig) -> int:
-    """The size of the model's vocabulary; an error where a row does not fit."""
+    """The size of the model's vocabulary; an error if a row does not fit the model."""
     vocabulary = model.get_input_embeddings().num_embeddings
     largest, longest = max(max(e.tokens) for e in examples), max(len(e.tokens) for e in examples)
     if largest >= vocabulary:
@@ -339,8 +339,8 @@ MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}  # mean nats a token; rounding 
 
 @torch.no_grad()
 def merge(cfg: SFTConfig, dist: Dist) -> dict:
-    """Write an adapter and its base as one Hugging Face folder, merged in float32, rounded once;
-    returns how far the two are apart on a text, both in the written dtype."""
+    """Merge an adapter into its base in float32 and write a Hugging Face folder; returns how far its
+    log-probabilities of a text are from the unmerged model's in the written dtype."""
     base, wrong = adapter_base(cfg.model), ""
     if base is None:
         final = os.path.join(cfg.model, "final")

@@ -76,7 +76,7 @@ class TaskConfig:
 
 @dataclass
 class Response:
-    """A response to a turn, as it was read."""
+    """A parsed response to a turn."""
 
     text: str
     parsed: Parsed
@@ -84,7 +84,7 @@ class Response:
 
 
 class Rewrite:
-    """Rewrite the questions of conversations; the reward is the rank of the gold passage."""
+    """Rewrite the questions of conversations; the rank of the gold passage is the reward."""
 
     items, best = "turns", "dev_mrr"
     equal_calls = True  # all processes call the engine equally often
@@ -115,7 +115,7 @@ class Rewrite:
         return engine.generate(prompts, samplings, progress)
 
     def unsampled(self, prompt_ids: list[int], sample: int) -> Rollout:
-        """What stands for a response to a prompt that is too long."""
+        """A placeholder for the response to a prompt that is too long."""
         return Rollout(prompt_ids, [], [], [], 0, "too_long")
 
     def read(self, rollout: Rollout) -> Response:
@@ -123,8 +123,8 @@ class Rewrite:
         return Response(text, self.parse(text), rollout.end == "engine_error")
 
     def measure(self, answers: list[Response], turns: list[Turn]) -> list[dict]:
-        """Rewrite, form, rank of the gold passage: malformed responses are not searched, equal
-        queries of a turn once; a search that failed fails its response."""
+        """Rewrite, form and rank of the gold passage. Malformed responses are not searched, equal
+        queries of a turn once; a response whose search failed has failed."""
         asked = [
             (t.query_id, one_line(a.parsed.rewrite))
             if a.parsed.well_formed and not a.failed
@@ -134,7 +134,7 @@ class Rewrite:
         searches = [query for query in dict.fromkeys(asked) if query]
         golds = {t.query_id: t.gold_ids for t in turns}
         texts = [text for _, text in searches]
-        # every process asks, if only for nothing: an index across them needs all
+        # every process asks, even without queries: an index across ranks is a collective
         found = self.retriever.gold_ranks(texts, [golds[id_] for id_, _ in searches])
         ranks, figures = dict(zip(searches, found)), []
         for answer, query in zip(answers, asked):
@@ -150,8 +150,8 @@ class Rewrite:
         return score_rewrite(answer.text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
 
     def validate(self, rollouts: list[Rollout], turns: list[Turn], dev: list[Turn]) -> dict:
-        """Metrics over `dev`, the turns of all ranks; a malformed response searches the raw
-        question."""
+        """Metrics over `dev`, the turns of all ranks; for a malformed response the raw question is
+        searched."""
         parsed = [self.read(r).parsed for r in rollouts]
         queries = [p.rewrite if p.well_formed else t.question for p, t in zip(parsed, turns)]
         hits = self.retriever.search([one_line(query) for query in queries], 100)
@@ -163,7 +163,7 @@ class Rewrite:
         return figures | {"format_rate": sum(well_formed for *_, well_formed in rows) / len(rows)}
 
     def row(self, turn: Turn, rollout: Rollout, request: dict) -> dict:
-        """For all statuses but `ok` the rewrite is the raw question."""
+        """Unless the status is `ok`, the rewrite is the raw question."""
         answer, status = self.read(rollout), rollout.end
         think, rewrite, well_formed = answer.parsed
         rewrite = one_line(rewrite or "")
@@ -208,8 +208,11 @@ def open_task(
     parse: Callable | None = None,
     qrels: list[str] = (),
 ) -> Task:
-    """The task of a configuration; examples: file for the few-shot prompt; parse: of rewrites, text
-    → Parsed; qrels: files with the gold passages of questions."""
+    """The task of a configuration.
+
+    examples: file for the few-shot prompt; parse: text of a rewrite → Parsed; qrels: files with the
+    gold passages of questions
+    """
     if cfg.task == "rewrite":
         return Rewrite(cfg, tokenizer, read_examples(examples) if examples else (), parse)
     kind, episode, retriever = TASKS[cfg.task], cfg.episode, cfg.retriever
@@ -251,7 +254,7 @@ def corpus_ids(corpus: str, served: RemoteIds) -> PassageIds:
 
 
 def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
-    """Question id → its gold passages, of qrels files; DataError: one is not in the index."""
+    """Question id → gold passages, from qrels files; DataError if one is not in the index."""
     golds: dict[str, list[str]] = {}
     for path in paths:
         own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
@@ -265,7 +268,7 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
 
 
 def other_task(cfg: TaskConfig) -> str:
-    """What the model's folder says it was trained with where that is another prompt, else ""."""
+    """The prompt settings that the model was trained with, if they differ from `cfg`'s; else ""."""
     trained = read_json(os.path.join(cfg.model, "task.json"))
     own = {"task": cfg.task}
     if cfg.task == "search":

@@ -103,8 +103,8 @@ def check_episode(cfg: EpisodeConfig, budget: int) -> None:
 class Task:
     """What `search` and `agent` share; the methods that rewriting has as well: tasks.py.
 
-    said: the text in which a call or an answer counts, turn: its last part, which the model wrote
-    at a stretch: of `search` all turns are one message, of `agent` each is its own.
+    `said` is the text in which a call or an answer counts, `turn` its last part, sampled in one
+    piece: in `search` all turns form one message, in `agent` each is its own.
     """
 
     name: str
@@ -145,15 +145,15 @@ class Task:
         return run_episodes(engine, prompts, samplings, self, engine.max_length, progress)
 
     def unsampled(self, prompt_ids: list[int], sample: int) -> Episode:
-        """What stands for an episode whose prompt is too long."""
+        """A placeholder for the episode of a prompt that is too long."""
         return Episode(prompt_ids, [], [], [], 0, "too_long", sample)
 
     def read(self, episode: Episode) -> Episode:
-        """An episode was read as it was sampled."""
+        """The episode itself: it is parsed while it is sampled."""
         return episode
 
     def measure(self, episodes: list[Episode], questions: list[Question]) -> list[dict]:
-        """Figures of each; those of gold passages are None where nothing is judged."""
+        """Figures of each episode; those of gold passages are None where there are none."""
         rows = []
         for e, question in zip(episodes, questions):
             scores = answer_metrics(e.prediction, question.golden_answers)
@@ -177,8 +177,8 @@ class Task:
         return rows
 
     def reward(self, episode: Episode, figures: dict) -> float:
-        """For the answer (score_answer) and, where it is well formed (`research`) or there is one,
-        for retrieved gold passages."""
+        """The answer's reward (score_answer), and that of retrieved gold passages if the episode is
+        well formed (`research`) or has an answer (others)."""
         cfg, well_formed = self.cfg, episode.well_formed
         kind = self.answer_reward if cfg.answer_reward == "auto" else cfg.answer_reward
         reward = score_answer(figures, well_formed, kind)
@@ -189,7 +189,7 @@ class Task:
         return reward
 
     def validate(self, episodes: list[Episode], questions: list, dev: list) -> dict:
-        """Means over the episodes of all ranks; one that failed scores 0 and is counted."""
+        """Means over the episodes of all ranks; a failed one scores 0 and is counted."""
         figures = self.measure(episodes, questions)
         rows = gather_rows([f | {"failed": e.failed} for f, e in zip(figures, episodes)])
         return answer_means(rows) | {
@@ -198,7 +198,7 @@ class Task:
         }
 
     def row(self, question: Question, episode: Episode, request: dict) -> dict:
-        """Its trajectory, and what it earned."""
+        """Its trajectory with its reward."""
         (figures,) = self.measure([episode], [question])
         reward = None if episode.failed else self.reward(episode, figures)
         return trajectory_row(episode, question, self, request) | {"reward": reward}
@@ -225,14 +225,14 @@ class Task:
         return [{"role": "system", "content": self.instruction}, *shown, user]
 
     def show(self, calls: list[Call], last_id: int, room: int) -> tuple[list[int], str]:
-        """(ids, text) of a turn's results in `room` tokens; sets what each call has `shown`.
+        """(ids, text) of a turn's results, in at most `room` tokens; sets `shown` of each call.
 
-        last_id: the turn's last token. A result has `result_tokens` at most, and its part of the
-        room that earlier ones left; tags and special tokens in it are broken by a space.
+        last_id: the turn's last token. A result has at most `result_tokens` and an equal share of
+        the room that is left; tags and special tokens in it are broken by a space.
         """
         shown = [[c.note] if c.note else [text for _, text in c.documents] for c in calls]
         pairs = [(call, texts or [NOTHING_FOUND]) for call, texts in zip(calls, shown)]
-        pairs.sort(key=lambda pair: sum(map(len, pair[1])))  # what short ones leave, long ones use
+        pairs.sort(key=lambda pair: sum(map(len, pair[1])))  # short results leave room to long ones
         for i, (call, texts) in enumerate(pairs):
             texts = [prompts.defuse(text, self.unsafe) for text in texts]
             limit = min(self.cfg.result_tokens, room // (len(calls) - i))
@@ -313,14 +313,14 @@ class AgentTask(Task):
         return prompts.encode_chat(self.tokenizer, spelled)
 
     def find_calls(self, said: str, turn: str, stopped: bool) -> list[Call] | None:
-        """The calls of a turn; None where it was stopped inside the thinking or a call."""
+        """The calls of a turn; None if it was stopped inside a think block or a call."""
         thinks = turn.rfind("<think>") > turn.rfind("</think>")
         if stopped and (thinks or self.ends_in_call(prompts.outside_thoughts(turn))):
             return None
         return parse_tool_calls(turn, self.tools.schemas, self.cfg.bare_calls)
 
     def ends_in_call(self, text: str) -> bool:
-        """Was a text stopped inside a call? A bare one: more text could complete its JSON."""
+        """Does a text end inside a call? For bare calls: could more text complete its JSON?"""
         if not self.cfg.bare_calls:
             return text.rfind("<tool_call>") > text.rfind("</tool_call>")
         call = re.search(r'\{\s*"', text)
@@ -348,10 +348,9 @@ class AgentTask(Task):
 
 
 def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> tuple[str, int]:
-    """(the texts, joined by blank lines; the tokens of `wrap` around them, at most `limit`).
+    """(texts joined by blank lines, the tokens of `wrap` around them, at most `limit`).
 
-    Texts are cut at their ends, the longest first. No more is read of one than `limit` tokens of 16
-    characters.
+    Texts are cut at their ends, the longest first, and never read beyond 16 · `limit` characters.
     """
     most = 16 * max(limit, 0)  # characters of a text
     while True:
@@ -363,8 +362,8 @@ def fit(tokenizer, texts: list[str], wrap: Callable[[str], str], limit: int) -> 
 
 
 def derive_glue(tokenizer, native: bool) -> tuple[str, str, str, str]:
-    """What the template writes around results, whatever their number and round: (end of the turn,
-    head, between two, tail up to where the model goes on)."""
+    """What the template writes around results, in any number and round: (end of the turn, head,
+    separator, tail up to where the model continues)."""
 
     def behind(*turns: list[str]) -> str:
         """What follows the model's last turn; turns: the results of each."""

@@ -695,7 +695,11 @@ class Tasks:
     ],
 )
 def test_a_setting_without_effect_is_refused_by_name(words, message):
-    with pytest.raises(ConfigError, match=re.escape(message)) if message else contextlib.nullcontext():
+    with (
+        pytest.raises(ConfigError, match=re.escape(message))
+        if message
+        else contextlib.nullcontext()
+    ):
         load_config(Tasks, words)
 
 

@@ -793,7 +793,10 @@ retrievers:
             "on data set 'b'",
         ),
         (["sets=a,b", "turns=@set", "query=questions"], "query=.*questions.* is unknown"),
-        (["run=a.trec", "documents=true", "turns=t"], "documents=True: it has an effect with qrels"),
+        (
+            ["run=a.trec", "documents=true", "turns=t"],
+            "documents=True: it has an effect with qrels",
+        ),
         (["run=a.trec", "qrels=q", "relevant_from=0"], "relevant_from=0 must be at least 1"),
     ],
 )
