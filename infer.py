@@ -185,8 +185,8 @@ def begin(cfg: InferConfig, task: Task) -> None:
 
 
 def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int], dict]:
-    """(id, sample) → its line in the output's files, if possible one that did not fail. Lines that a
-    kill cut off are skipped."""
+    """(id, sample) → its line in the output's files, if possible one that did not fail; lines that
+    a kill cut off are skipped."""
     rows: dict[tuple[str, int], dict] = {}
     for path in [output] * os.path.isfile(output) + parts_of(output):
         with open(path, "rb") as f:

@@ -339,8 +339,10 @@ MERGE_LIMIT = {"float32": 0.02, "bfloat16": 0.3}  # mean nats a token; rounding 
 
 @torch.no_grad()
 def merge(cfg: SFTConfig, dist: Dist) -> dict:
-    """Merge an adapter into its base in float32 and write a Hugging Face folder; returns how far its
-    log-probabilities of a text are from the unmerged model's in the written dtype."""
+    """Merge an adapter into its base in float32 and write a Hugging Face folder.
+
+    Returns how far its log-probabilities of a text are from the unmerged model's.
+    """
     base, wrong = adapter_base(cfg.model), ""
     if base is None:
         final = os.path.join(cfg.model, "final")
