@@ -1,7 +1,7 @@
 """Records on disk: corpora, turns and questions.
 
-Files are UTF-8; readers accept a BOM, CRLF and gzip. Only LF ends a line (U+2028 may occur in JSON
-strings). A bad line raises DataError with file, line and reason.
+Files are UTF-8; readers accept a BOM, CRLF and gzip. Only LF ends a line: U+2028 may occur in JSON
+strings. A bad line raises DataError with its number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Container, Iterator
 
 
 class DataError(ValueError):
-    """Bad input data; the message says where, what and how to fix it."""
+    """Bad input data; the message says where and how to fix it."""
 
     exit_status = 2
 
@@ -53,17 +53,17 @@ class Turn:
     answer: str | None = None
     rewrite: str | None = None  # by a human
     response: str | None = None  # SFT target with think and rewrite blocks
-    extra: dict = field(default_factory=dict)  # other fields of the record
+    extra: dict = field(default_factory=dict)  # other fields, kept as they are
 
     def record(self) -> dict:
-        """The JSON record of the turn, without fields that are None."""
+        """The JSON object, without fields that are None."""
         row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
         return row | {"context": [list(pair) for pair in self.context]} | self.extra
 
 
 @dataclass
 class Question:
-    """One question with golden answers (FlashRAG's format)."""
+    """One question and its golden answers (FlashRAG's format)."""
 
     id: str
     question: str
@@ -71,7 +71,7 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
     def record(self) -> dict:
-        """The JSON record of the question, without empty metadata."""
+        """The JSON object, without empty metadata."""
         return {key: value for key, value in vars(self).items() if key != "metadata" or value}
 
 
@@ -80,7 +80,7 @@ def item_id(item: Turn | Question) -> str:
 
 
 def one_line(text: str) -> str:
-    """Collapse white space to single blanks, as in every query."""
+    """Collapse white space, as in every query."""
     return " ".join(text.split())
 
 
@@ -94,7 +94,7 @@ PACKED = {
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file for reading bytes, decompressing gzip."""
+    """Open a file for reading, decompressing gzip."""
     try:
         with open(path, "rb") as f:
             magic = f.read(4)
@@ -111,10 +111,8 @@ def read_lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """(line number, byte offset, line), beginning at the line `start` = (number, byte offset).
-
-    Byte offsets of a gzip file are those of its decompressed content.
-    """
+    """(line number, byte offset, line) from `start` = (line number, byte offset) on; offsets in
+    gzip files count decompressed bytes."""
     with open_input(path) as f:
         number, byte = start
         try:
@@ -138,7 +136,7 @@ def _no_constant(name: str) -> float:
 
 
 def _scrub(value: Any) -> Any:
-    """Replace lone surrogates, which cannot be written, by U+FFFD."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -147,7 +145,7 @@ def _scrub(value: Any) -> Any:
 
 
 def parse_object(line: str, location: str) -> dict:
-    """Parse a line as a JSON object without NaN or Infinity."""
+    """Parse a JSON object; NaN and Infinity are errors."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
@@ -160,14 +158,14 @@ def parse_object(line: str, location: str) -> dict:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSONL file; blank lines are skipped."""
+    """(line number, object) of a JSONL file, skipping blank lines."""
     for number, line in read_lines(path):
         if line.strip():
             yield number, parse_object(line, f"{path}:{number}")
 
 
 def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
-    """(location, object) of a JSON array file, streamed in blocks of `block` characters or more."""
+    """Stream (location, object) from a JSON array file, at least `block` characters at a time."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
 
@@ -178,7 +176,7 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
         return bool(more)
 
     def next_sign() -> str:
-        """Strip white space from `text` and return its first character."""
+        """The next character that is not white space; `text` begins with it."""
         nonlocal text
         while not (text := text.lstrip(" \t\r\n")) and read_on():
             pass
@@ -229,7 +227,7 @@ def as_text(value: Any) -> str | None:
 
 
 def as_texts(value: Any) -> list[str] | None:
-    """`as_text` of each entry of a list, or of a single value; None if any is None."""
+    """`as_text` of a list's entries, or of one value; None if any is None."""
     texts = [as_text(entry) for entry in (value if isinstance(value, list) else [value])]
     return None if None in texts else texts
 
@@ -245,7 +243,7 @@ def _text(row: dict, key: str, location: str, required: bool = True) -> str | No
 
 
 def _id(value: str, key: str, location: str, known: Container[str] = ()) -> str:
-    """`value`, checked to fit a column of TREC files and not to be `known`."""
+    """`value`; DataError unless it fits a TREC column and is not `known`."""
     if value.split() != [value] or "\0" in value:
         raise DataError(
             f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
@@ -263,7 +261,7 @@ def _question(row: dict, location: str) -> str:
 
 
 def _context(row: dict, location: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; null is an empty list or an empty text."""
+    """`row["context"]` as (question, answer) pairs; null is an empty list or text."""
     context = [] if row.get("context") is None else row["context"]
     pairs = []
     for pair in context if isinstance(context, list) else [None]:
@@ -281,8 +279,8 @@ def _context(row: dict, location: str) -> list[tuple[str, str]]:
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Stream a corpus: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or TSV with the
-    columns id, text, title and an optional header. DataError if empty or if an id repeats."""
+    """Stream a corpus: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or TSV with columns
+    id, text, title and an optional header. Ids must be unique."""
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
@@ -356,7 +354,7 @@ def read_turns(path: str) -> list[Turn]:
 
 
 def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tuple[list[Turn], int]:
-    """(turns with a gold passage, number of others); DataError if one is not in `passage_ids`."""
+    """(turns with golds, number of others). DataError: no golds, or one not in `passage_ids`."""
     kept = [turn for turn in turns if turn.gold_ids]
     if not kept:
         raise DataError(
@@ -374,7 +372,7 @@ def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tupl
 
 
 def _scorable(gold: str) -> bool:
-    """Whether anything is left of an answer after normalisation."""
+    """Whether normalisation leaves anything of an answer."""
     return any(
         c not in string.punctuation and unicodedata.category(c)[0] not in "CZ"
         for c in unicodedata.normalize("NFKC", gold)
@@ -382,7 +380,7 @@ def _scorable(gold: str) -> bool:
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a file, without golden answers that normalise to nothing."""
+    """The questions of a file, without golden answers that normalise to ""."""
     questions: dict[str, Question] = {}
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"

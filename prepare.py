@@ -53,7 +53,7 @@ def demo(cfg: DemoConfig) -> dict:
 class Packaged(NamedTuple):
     """A model shipped inside pip packages, which are never imported."""
 
-    files: dict[str, str]  # pinned package → path of weights, or of a part of a GGUF file
+    files: dict[str, str]  # pinned package → path of the weights, or of a part of them
     sha256: str  # of the concatenated files
     licence: str
 
@@ -171,7 +171,7 @@ class ParquetConfig:
     """`prepare.py parquet`"""
 
     source: str
-    """JSONL file of turns or questions, or .parquet file of verl rows"""
+    """a JSONL file of turns or questions, or a .parquet file of verl rows"""
     out: str
     """file to write, of the other kind: .parquet or .jsonl"""
     data_source: str = "nanosearch"

@@ -23,7 +23,7 @@ from data import DataError
 
 @contextlib.contextmanager
 def naming(path: str):
-    """Add `path` to an OSError without a file name (as of a full disk)."""
+    """Name `path` in an OSError that names no file (full disk)."""
     try:
         yield
     except OSError as e:
@@ -33,7 +33,7 @@ def naming(path: str):
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w"):
-    """Open a temporary file that replaces `path` if the block succeeds."""
+    """Open a file that replaces `path` only if the block succeeds."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
@@ -51,7 +51,7 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """Make a temporary folder that replaces `path` if the block succeeds."""
+    """Make a folder that replaces `path` only if the block succeeds."""
     path = path.rstrip("/")
     temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,7 @@ def atomic_folder(path: str):
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL atomically and return their number. ValueError for NaN and infinity."""
+    """Write JSONL atomically; returns the row count. ValueError for NaN and infinity."""
     count = 0
     with atomic_write(path) as f:
         for count, row in enumerate(rows, 1):
@@ -85,7 +85,7 @@ def write_json(path: str, value: dict) -> None:
 
 
 def read_json(path: str) -> dict | None:
-    """The object in a JSON file; None if the file is missing."""
+    """A JSON file's object; None if the file is missing."""
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as f:
@@ -94,10 +94,10 @@ def read_json(path: str) -> dict | None:
 
 @contextlib.contextmanager
 def only_writer(folder: str, name: str = "", rank: int = 0):
-    """Lock `folder`, or the output `name` in it, and remove temporary files of killed processes.
+    """Lock `folder`, or output `name` in it, and remove temporary files of killed processes.
 
-    DataError if another process holds the lock: an flock on the folder or `<name>.lock`, released
-    when the process ends. Only rank 0 locks. A folder created here is removed if it stays empty.
+    Rank 0 takes an flock on the folder or `<name>.lock`; DataError if another process has it. A
+    folder created here is removed if it stays empty.
     """
     if rank:
         yield
@@ -132,7 +132,7 @@ def only_writer(folder: str, name: str = "", rank: int = 0):
             os.rmdir(folder)
 
 
-# A key of config.yaml unique to the tool, in every version.
+# A config.yaml key that only this tool has, in every version.
 OWN_KEYS = {
     "grpo.py": "group_size",
     "sft.py": "keep_per_turn",
@@ -146,7 +146,7 @@ def folder_owner(folder: str) -> str:
     if os.path.exists(os.path.join(folder, "made.json")):
         return "prepare.py"
     if any(os.path.exists(os.path.join(folder, kind, "meta.json")) for kind in ("dense", "bm25")):
-        return "retriever.py"  # maybe unfinished
+        return "retriever.py"  # an index, maybe unfinished
     try:
         with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as f:
             keys = set(re.findall(r"^(\w+):", f.read(), re.MULTILINE))
@@ -156,7 +156,7 @@ def folder_owner(folder: str) -> str:
 
 
 def claim_folder(out: str, tool: str) -> None:
-    """ConfigError if `out` is a file or another tool's folder."""
+    """ConfigError if `out` is a file or of another tool."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
@@ -167,7 +167,7 @@ def claim_folder(out: str, tool: str) -> None:
 
 
 def whole_rows(path: str) -> list[tuple[str, dict]]:
-    """(location, row) of a JSONL log, without a half-written last line."""
+    """(location, row) of a JSONL log, without a cut-off last line."""
     if not os.path.exists(path):
         return []
     with open(path, "rb") as f:
@@ -177,7 +177,7 @@ def whole_rows(path: str) -> list[tuple[str, dict]]:
 
 
 def read_metrics(path: str) -> list[dict]:
-    """The rows of a log; DataError for a row without `step`."""
+    """The rows of a log; DataError without `step`."""
     rows = whole_rows(path)
     for place, row in rows:
         if not isinstance(row.get("step"), int):
@@ -186,7 +186,7 @@ def read_metrics(path: str) -> list[dict]:
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:
-    """Keep and return a log's rows up to step `last` (None: no rows)."""
+    """Truncate a log after step `last` (None: entirely); returns the rows."""
     rows = [row for row in read_metrics(path) if row["step"] <= last] if last is not None else []
     write_jsonl(path, rows)
     return rows
@@ -201,7 +201,7 @@ def append_metrics(path: str, row: dict) -> None:
 
 
 def keep_steps(folder: str, done: int) -> None:
-    """Remove the rollout files of all but steps 1 to `done`."""
+    """Remove all rollout files but the complete ones of steps 1 to `done`."""
     kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
     for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
         if os.path.basename(path) not in kept:
@@ -211,8 +211,8 @@ def keep_steps(folder: str, done: int) -> None:
 def fingerprint(path: str) -> str:
     """Digest of a file, or of a folder's files (no subfolders) and an adapter's base model.
 
-    It covers each file's name, size and about 64 evenly spaced blocks of 64 KiB, since training
-    changes all weights. A path that does not exist, such as a hub name, is returned as it is.
+    Of each file it reads name, size and about 64 evenly spaced blocks of 64 KiB (training changes
+    all weights). A path without files, such as a hub name, is returned.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
@@ -237,14 +237,14 @@ def path_with_digest(path: str) -> list[str]:
 
 
 def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
-    """The values of `keys` in a configuration, and [path, digest] of the keys `files`."""
+    """Values of a configuration's `keys`, and [path, digest] of its keys `files`."""
     values = to_dict(cfg)
     digests = {key: path_with_digest(values[key]) for key in files}
     return {key: values[key] for key in keys} | digests
 
 
 def changed_setting(before: dict, now: dict) -> str:
-    """Describe the first setting that differs, "" if none; files are compared by digest."""
+    """Describe the first changed setting, else ""; files compare by digest."""
 
     def split(value: object) -> tuple:  # (shown, compared)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]
@@ -259,9 +259,9 @@ def changed_setting(before: dict, now: dict) -> str:
 
 
 def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
-    """Begin or continue an output, whose files match the globs `outputs`; `meta` stores settings.
+    """Begin or continue an output: `outputs` are globs of its files, `meta` stores its settings.
 
-    `overwrite` removes the files. DataError if they were begun with other settings than `now`.
+    `overwrite` removes the files. DataError if there is output of other settings than `now`.
     """
     there = [path for pattern in outputs for path in glob.glob(pattern)]
     for path in there if overwrite else []:
@@ -284,10 +284,9 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
 
 
 class Progress:
-    """A tqdm bar on a terminal, after 2 s; else one line every 30 s.
+    """A tqdm bar on a terminal; else a line every 30 s.
 
-    Rate and time left are hidden until the fraction `enough` is done, as a batch's responses end
-    late and almost together.
+    Rate and time left are hidden before the share `enough` is done: a batch's responses end late.
     """
 
     EARLY = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<?]"
@@ -315,7 +314,7 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def reach(self, done: int, *_) -> None:
-        """Set the total done; an engine's callback."""
+        """Advance to `done` in all (an engine's callback)."""
         self.update(max(0, done - self.done))
 
     def close(self) -> None:

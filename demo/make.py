@@ -28,7 +28,7 @@ from runs import atomic_write, write_jsonl  # noqa: E402
 
 
 class Reference(NamedTuple):
-    """A reference in three cases: she, her, her."""
+    """The three forms of a reference: she, her, her."""
 
     subject: str
     object: str
@@ -70,7 +70,7 @@ class Fact:
     def __init__(self, entity: Entity, aspect: str, form: dict, value: str, id: str):
         self.entity, self.aspect, self.form, self.value, self.id = entity, aspect, form, value, id
         self.gold_ids = [id]
-        self.link: Entity | None = None  # the value as an entity
+        self.link: Entity | None = None  # the value, if it is an entity
 
     def say(self, template: str, reference: Reference | None = None) -> str:
         """Fill in a template; `reference` names the entity (None: its label)."""
@@ -150,7 +150,7 @@ class Conversation:
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
 
     def template(self, templates: list[str], reference: Reference | None) -> str:
-        """A random template, for pronouns not like "the capital of it"."""
+        """A random template; with a pronoun, if possible not like "the capital of it"."""
         if reference in PRONOUNS.values():
             clumsy = re.compile(r"\b(of|in|on|for) {[so]}")
             templates = [t for t in templates if not clumsy.search(t)] or templates
@@ -196,7 +196,7 @@ class Conversation:
         return not (other and other.pronoun == entity.pronoun and aspect in other.facts)
 
     def stay(self, last: Fact) -> bool:
-        """Ask about the same entity, also in one word."""
+        """Ask about the same entity again, perhaps in one word."""
         topic = last.entity
         fact = self.pick(topic)
         if fact is None:

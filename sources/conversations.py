@@ -164,9 +164,8 @@ def ten_split(key: str) -> str:
 def canard(cfg: PublicConfig, build: Build) -> None:
     """CANARD's dev.json, whose answers become the passages; split by article.
 
-    A dialogue's longest history gives the answers, all but the last. Left out are turns without an
-    answer or with "I don't know", "CANNOTANSWER", "yes", "no" or fewer than four words. Question 1
-    is replaced by its rewrite.
+    A dialogue's longest history gives all answers but the last. Turns without an answer, or with
+    one of fewer than four words, are left out. Question 1 is replaced by its rewrite everywhere.
     """
     dialogues: dict[str, list[Row]] = defaultdict(list)
     for row in json_rows(build.paths["turns"]):
@@ -204,7 +203,7 @@ DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
 def mtrag(cfg: PublicConfig, build: Build) -> None:
-    """MTRAG's human conversations and four corpora, split by conversation; rewrites are Mixtral's.
+    """MTRAG's human conversations and four corpora, split by conversation; Mixtral's rewrites.
 
     `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations count from 1 in the order
     of reference.jsonl.
@@ -260,7 +259,7 @@ class CastConfig(PublicConfig):
     """TREC CAsT"""
 
     relevant_from: int = 1
-    """lowest grade that is gold; the qrels keep all grades"""
+    """lowest grade of a gold passage or document; the qrels keep all grades"""
 
 
 def cast(cfg: CastConfig, build: Build) -> None:
@@ -358,7 +357,7 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
 
 
 def cast_documents(build: Build) -> Iterator[dict]:
-    """Passages made by the track's own tool, without duplicates."""
+    """Passages from the track's own tool, one document per line, without duplicates."""
     files = sorted(glob.glob(os.path.join(glob.escape(build.cfg.source), "passages", "*.jsonl")))
     if not files:
         raise DataError(

@@ -32,7 +32,7 @@ _CLOSERS = "\"'”’)]»"
 
 
 def token_starts(text: str, tokenizer: Any = None) -> list[int]:
-    """Each token's first character; None: tokens are words and punctuation marks."""
+    """Character offset of each token; None: words and punctuation marks."""
     if tokenizer is None:
         return [match.start() for match in re.finditer(r"\w+|[^\w\s]", text)]
     encoded = tokenizer(
@@ -42,11 +42,11 @@ def token_starts(text: str, tokenizer: Any = None) -> list[int]:
 
 
 def break_strength(text: str, at: int) -> int:
-    """Quality of a cut at `at`: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
+    """Strength of a break: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
     left, right = text[max(0, at - 100) : at], text[at : at + 100]
     before, after = left.rstrip(), right.lstrip()
     gap = left[len(before) :] + right[: len(right) - len(after)]
-    sign = (before.rstrip(_CLOSERS) or before)[-1:]  # quotes close a sentence
+    sign = (before.rstrip(_CLOSERS) or before)[-1:]  # skip closing quotes
     if "\n" in gap:
         return 4
     if sign in tuple("。！？") or gap and sign in tuple(".!?…"):
@@ -55,9 +55,9 @@ def break_strength(text: str, at: int) -> int:
 
 
 def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
-    """(start, end) character spans of the chunks of `text`, whose tokens begin at `starts`.
+    """(start, end) characters of each chunk of `text`, whose tokens begin at `starts`.
 
-    A chunk has at most `size` tokens and, but for the last, more than half: it ends at the last of
+    A chunk has at most `size` tokens and, but for the last, more than half; it ends at the last of
     the strongest breaks in between. The next begins `overlap` tokens earlier. Without overlap the
     spans partition the text.
     """
@@ -66,7 +66,7 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
             f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap "
             "from 0 to half of it"
         )
-    bounds = [0, *starts[1:], len(text)]  # start of token k
+    bounds = [0, *starts[1:], len(text)]  # bounds[k]: start of token k
     strength = [break_strength(text, bound) for bound in bounds]
     count, spans, first = len(bounds) - 1, [], 0
     while count - first > size:
@@ -82,13 +82,13 @@ class Cut:
     """How documents are cut into passages."""
 
     chunk_size: int = 200
-    """maximum tokens of a passage, context fields excluded; 0: documents are not cut"""
+    """maximum tokens of a passage, without context fields; 0: documents stay whole"""
     overlap: int = 0
     """tokens repeated from the previous passage"""
     tokenizer: str = ""
     """Hugging Face folder; empty: tokens are words and punctuation marks"""
     context_fields: str = "title,source,published_at"
-    """metadata shown in every passage: `title` as its title, others as first lines `field: value`"""
+    """metadata shown in each passage: `title` as title, others as lines `field: value`"""
 
     def cutter(
         self, prefix: str, digits: int = 0
@@ -140,11 +140,11 @@ class ChunkConfig(Cut):
     """`prepare.py chunk`"""
 
     source: str
-    """JSONL corpus: `id`, `title`, `text`, or `id` and `contents` with the title as first line"""
+    """JSONL corpus: `id`, `title`, `text`, or `id`, `contents` (title in its first line)"""
     out: str
     """folder to write: corpus.jsonl"""
     prefix: str = "c"
-    """prefix of the numbered passage ids"""
+    """prefix of passage ids"""
 
 
 def chunk(cfg: ChunkConfig) -> dict:
@@ -190,9 +190,9 @@ class MultihopragConfig(Cut, DevConfig):
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
-    Gold passages hold a fact of the evidence, ignoring white space, as in the authors' evaluation,
-    or the parts of a fact that was cut. Null questions have no qrels. N in `multihoprag-N` is the
-    row from 0. Split like `convert_dataset.py` of ninehills/deepsearch-rl.
+    A passage is gold if it holds a fact of the evidence, ignoring white space (as the authors do),
+    or a part of one that was cut. Null questions have no qrels. Ids are `multihoprag-ROW`, from 0.
+    Split like `convert_dataset.py` of ninehills/deepsearch-rl.
     """
     articles: dict[str, Article] = {}  # by url and by title
     cut, counts = cfg.cutter("multihoprag-c", 5), build.counts
@@ -243,13 +243,13 @@ def letters(text: str) -> str:
 
 
 class Article(NamedTuple):
-    """A document without white space."""
+    """A document without white space; `spans` refer to that text."""
 
     text: str
-    spans: list[tuple[int, int, str]]  # (start, end, passage id)
+    spans: list[tuple[int, int, str]]  # start, end, passage id
 
     def holding(self, fact: str) -> list[str]:
-        """Id of the first passage with all of `fact`, else ids of all with a part."""
+        """Ids of passages: the first one with all of `fact`, else all with a part."""
         first = self.text.find(letters(fact))
         last = first + len(letters(fact))
         if first < 0 or last == first:
@@ -269,7 +269,7 @@ class GraphragConfig(Cut, PublicConfig):
 def graphrag(cfg: GraphragConfig, build: Build) -> None:
     """GraphRAG-Bench: novels or a medical guideline, cut into passages; all questions are test.
 
-    Evidence is paraphrased, so there are no qrels; `metadata` keeps it with `source` (the document)
+    Evidence is paraphrased, so there are no qrels; `metadata` keeps it, `source` (the document)
     and `type`. A repeated id gets `-2`.
     """
     cut, counts, seen, splits = cfg.cutter(f"{build.name}-c", 5), build.counts, Counter(), []

@@ -58,7 +58,7 @@ def sha256(*paths: str) -> str:
 
 
 def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
-    """Create folder `cfg.out` atomically with `write(folder)`, and return its dict.
+    """Create folder `cfg.out` atomically with `write(folder)`, and return the dict of that.
 
     made.json stores `made`; a folder made with the same `made` is kept. DataError: the folder
     holds other files, or the result is empty.
@@ -147,7 +147,7 @@ class Build:
         self.name, self.cfg, self.folder, self.known = name, cfg, folder, published()[name]
         self.counts: Counter = Counter()
         self.unchecked = dict(self.known.get("counts", {}))
-        self.golds: set[str] = set()  # not yet seen in the corpus
+        self.golds: set[str] = set()  # gold ids not yet seen in the corpus
         self.differences: dict[str, dict] = {}
         files = dict(self.known["files"])
         if not getattr(cfg, "train", True):
@@ -283,7 +283,7 @@ def fetch(url: str, path: str) -> None:
         with httpx2.stream(
             "GET", url, headers=headers, follow_redirects=True, timeout=60
         ) as answer:
-            if answer.status_code == 416:  # complete, or another file's part
+            if answer.status_code == 416:  # the part is complete or of another file
                 os.remove(part)
             answer.raise_for_status()
             left = int(answer.headers.get("Content-Length", 0))

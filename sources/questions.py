@@ -22,7 +22,7 @@ from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_row
 
 
 class Judged(NamedTuple):
-    """A question with its paragraphs."""
+    """A question and the paragraphs published with it."""
 
     question: Question
     paragraphs: list[tuple[str, str]]  # (title, text)
@@ -41,7 +41,7 @@ class Pool(dict[bytes, tuple[str, str]]):
     """Distinct paragraphs: hash → (title, text)."""
 
     def add(self, title: str, text: str) -> bytes:
-        """Add a paragraph; its hash, returned, ignores spacing and punctuation."""
+        """Add a paragraph and return its hash, which ignores spacing and punctuation."""
         title, text = clean(title), clean(text)
         same = unicodedata.normalize("NFC", f"{title}\n{SIGNS.sub('', text)}")
         key = hashlib.sha256(same.encode()).digest()[:16]
@@ -49,7 +49,7 @@ class Pool(dict[bytes, tuple[str, str]]):
         return key
 
     def ids(self, name: str) -> dict[bytes, str]:
-        """Hash → passage id: `{name}-p00000` and on, in hash order, so that reruns agree."""
+        """Hash → passage id, numbered in hash order, which is unrelated to relevance."""
         digits = max(5, len(str(len(self) - 1)))
         return {key: f"{name}-p{n:0{digits}d}" for n, key in enumerate(sorted(self))}
 
@@ -78,7 +78,7 @@ class MultihopConfig(DevConfig):
     """Sets with train and dev files; dev becomes test, as in the papers."""
 
     train: bool = True
-    """false: questions and corpus come from the dev file alone"""
+    """read the train file too; false: questions and corpus are from dev alone"""
 
 
 def write_multihop(
