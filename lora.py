@@ -22,7 +22,6 @@ class ModelError(ValueError):
 
 
 def first_line(e: Exception) -> str:
-    """First line of an error message."""
     return str(e).strip().split("\n")[0]
 
 
@@ -50,12 +49,12 @@ class LoRAConfig:
 
 ADAPTER, START = ("default", "start")  # the trained adapter, and a frozen copy of its start
 
-# peft's LoraConfig fields that affect no weights or that peft applies itself.
+# Fields of peft's LoraConfig that affect no weights, or that peft itself applies.
 TRAINABLE = {
     *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "task_type"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"),
     *("init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("eva_config", "megatron_core", "qalora_group_size"),  # of other initialisations and layers
+    *("eva_config", "megatron_core", "qalora_group_size"),  # for other initialisations and layers
 }
 MERGEABLE = TRAINABLE | {"rank_pattern", "alpha_pattern", "use_dora"}
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # leave the base unchanged
@@ -122,7 +121,7 @@ def _inject(model: nn.Module, settings, name: str) -> None:
 
 
 def _fill(model: nn.Module, folder: str, name: str) -> None:
-    """Load an adapter's weights; ModelError unless they fit exactly."""
+    """Load weights into an adapter; ModelError unless all fit."""
     path = os.path.join(folder, "adapter_model.safetensors")
     try:
         found = _peft().set_peft_model_state_dict(model, load_file(path), name)
@@ -158,7 +157,7 @@ def load_adapter(model: nn.Module, folder: str) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Merge the adapter into the float32 weights; leaves plain layers."""
+    """Merge the adapter into the float32 weights; plain layers remain."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(model.named_modules()):
@@ -193,7 +192,7 @@ def add_adapter(
     for name in adapters:
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # made on the CPU
+                torch.default_generator.manual_seed(seed)  # initialised on the CPU
                 _inject(model, settings, name)
         except ValueError as e:
             raise _bad_target(lora, first_line(e)) from e
@@ -219,7 +218,7 @@ def add_adapter(
     _activate(model, ADAPTER)
     for name, p in model.named_parameters():
         p.requires_grad_(f".{ADAPTER}." in name)
-    model.eval()  # also the new layers
+    model.eval()
 
 
 def _bad_target(lora: LoRAConfig, reason: str) -> ModelError:

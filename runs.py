@@ -156,7 +156,7 @@ def folder_owner(folder: str) -> str:
 
 
 def claim_folder(out: str, tool: str) -> None:
-    """ConfigError if `out` is a file or of another tool."""
+    """ConfigError if `out` is a file or another tool's folder."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
@@ -177,7 +177,7 @@ def whole_rows(path: str) -> list[tuple[str, dict]]:
 
 
 def read_metrics(path: str) -> list[dict]:
-    """The rows of a log; DataError without `step`."""
+    """The rows of a log; DataError if one lacks `step`."""
     rows = whole_rows(path)
     for place, row in rows:
         if not isinstance(row.get("step"), int):
@@ -237,14 +237,14 @@ def path_with_digest(path: str) -> list[str]:
 
 
 def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
-    """Values of a configuration's `keys`, and [path, digest] of its keys `files`."""
+    """A configuration's values of `keys`, and [path, digest] for the paths in `files`."""
     values = to_dict(cfg)
     digests = {key: path_with_digest(values[key]) for key in files}
     return {key: values[key] for key in keys} | digests
 
 
 def changed_setting(before: dict, now: dict) -> str:
-    """Describe the first changed setting, else ""; files compare by digest."""
+    """Describe the first setting that changed, else ""; files are compared by digest."""
 
     def split(value: object) -> tuple:  # (shown, compared)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]
@@ -298,7 +298,6 @@ class Progress:
         self.started = self.said = time.monotonic()
         meter = {"total": total or None, "unit": f" {unit}"}  # 0: unknown
         self.line = functools.partial(tqdm.format_meter, prefix=what, **meter)
-        # smoothing=0: mean rate
         self.bar = tqdm(desc=what, delay=2, smoothing=0, **meter) if sys.stderr.isatty() else None
 
     def update(self, n: int) -> None:

@@ -203,10 +203,10 @@ DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
 def mtrag(cfg: PublicConfig, build: Build) -> None:
-    """MTRAG's human conversations and four corpora, split by conversation; Mixtral's rewrites.
+    """MTRAG's human conversations and four corpora, split by conversation.
 
-    `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations count from 1 in the order
-    of reference.jsonl.
+    `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
+    order of reference.jsonl. The rewrites are by Mixtral.
     """
     golds: dict[str, list[str]] = defaultdict(list)
     domain_of: dict[str, str] = {}

@@ -66,7 +66,7 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
             f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap "
             "from 0 to half of it"
         )
-    bounds = [0, *starts[1:], len(text)]  # bounds[k]: start of token k
+    bounds = [0, *starts[1:], len(text)]  # starts of the tokens, and the end
     strength = [break_strength(text, bound) for bound in bounds]
     count, spans, first = len(bounds) - 1, [], 0
     while count - first > size:
