@@ -1,7 +1,7 @@
 """Records on disk: corpora, turns and questions.
 
-Files are UTF-8; readers also take a BOM, CRLF and gzip. Only LF ends a line: U+2028 may stand in a
-JSON string. A bad line is a DataError that names file, line and reason.
+Files are UTF-8; readers accept a BOM, CRLF and gzip. Only LF ends a line: U+2028 may occur in JSON
+strings. A bad line raises DataError with its number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Container, Iterator
 
 
 class DataError(ValueError):
-    """Bad input data: the message names file, line, value, rule and way out."""
+    """Bad input data; the message says where and how to fix it."""
 
     exit_status = 2
 
@@ -28,7 +28,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Passage:
-    """One unit of retrieval."""
+    """The unit of retrieval."""
 
     id: str
     title: str
@@ -36,13 +36,13 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """What is indexed: the title, one space, the text."""
+        """The text that is indexed."""
         return f"{self.title} {self.text}" if self.title else self.text
 
 
 @dataclass
 class Turn:
-    """One question of a conversation, with what was said before it."""
+    """One question of a conversation, with the turns before it."""
 
     query_id: str
     conversation_id: str
@@ -51,19 +51,19 @@ class Turn:
     question: str
     gold_ids: list[str]
     answer: str | None = None
-    rewrite: str | None = None  # a human's
-    response: str | None = None  # an SFT target: think and rewrite blocks
-    extra: dict = field(default_factory=dict)  # what else the record holds, kept as it is
+    rewrite: str | None = None  # by a human
+    response: str | None = None  # SFT target with think and rewrite blocks
+    extra: dict = field(default_factory=dict)  # other fields, kept as they are
 
     def record(self) -> dict:
-        """The turn as a line of a turns file, without the fields that are not known."""
+        """The JSON object, without fields that are None."""
         row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
         return row | {"context": [list(pair) for pair in self.context]} | self.extra
 
 
 @dataclass
 class Question:
-    """One question with its golden answers (the FlashRAG form)."""
+    """One question and its golden answers (FlashRAG's format)."""
 
     id: str
     question: str
@@ -71,7 +71,7 @@ class Question:
     metadata: dict = field(default_factory=dict)
 
     def record(self) -> dict:
-        """The question as a line of a questions file, without empty metadata."""
+        """The JSON object, without empty metadata."""
         return {key: value for key, value in vars(self).items() if key != "metadata" or value}
 
 
@@ -80,7 +80,7 @@ def item_id(item: Turn | Question) -> str:
 
 
 def one_line(text: str) -> str:
-    """White space collapsed to single blanks: the form in which every query is searched."""
+    """Collapse white space, as in every query."""
     return " ".join(text.split())
 
 
@@ -94,7 +94,7 @@ PACKED = {
 
 
 def open_input(path: str) -> BinaryIO:
-    """The bytes of a file, unpacked if it is a gzip file."""
+    """Open a file for reading, decompressing gzip."""
     try:
         with open(path, "rb") as f:
             magic = f.read(4)
@@ -106,13 +106,13 @@ def open_input(path: str) -> BinaryIO:
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 text file."""
+    """(line number from 1, line without its end) of a UTF-8 file."""
     return ((number, line) for number, _, line in located_lines(path))
 
 
 def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[int, int, str]]:
-    """(line number, the line's first byte, line) from the line with number and byte `start` on; of
-    a gzip file the bytes are those of its content."""
+    """(line number, byte offset, line) from `start` = (line number, byte offset) on; offsets in
+    gzip files count decompressed bytes."""
     with open_input(path) as f:
         number, byte = start
         try:
@@ -136,7 +136,7 @@ def _no_constant(name: str) -> float:
 
 
 def _scrub(value: Any) -> Any:
-    """Lone surrogates (half of an emoji) become U+FFFD, so that the text can be written again."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, list):
@@ -145,7 +145,7 @@ def _scrub(value: Any) -> Any:
 
 
 def parse_object(line: str, location: str) -> dict:
-    """The JSON object of a line."""
+    """Parse a JSON object; NaN and Infinity are errors."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
@@ -158,14 +158,14 @@ def parse_object(line: str, location: str) -> dict:
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, object) of a JSONL file without its blank lines."""
+    """(line number, object) of a JSONL file, skipping blank lines."""
     for number, line in read_lines(path):
         if line.strip():
             yield number, parse_object(line, f"{path}:{number}")
 
 
 def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
-    """(location, object) of a file that is one JSON array, read `block` characters at a time."""
+    """Stream (location, object) from a JSON array file, at least `block` characters at a time."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
 
@@ -187,7 +187,7 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
             if next_sign() != "[":
                 raise DataError(f"{path}: a JSON array of objects is expected, not {text[:40]!r}")
             while text[0] != "]":
-                text = text[1:]  # the bracket or the comma
+                text = text[1:]  # [ or ,
                 if next_sign() == "]" and number == 0:
                     break
                 number += 1
@@ -220,20 +220,19 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
 
 
 def as_text(value: Any) -> str | None:
-    """A string, or the text of a number (ids and answers are often written so); else None."""
+    """A string, or a number as a string; None for other values."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) else None
 
 
 def as_texts(value: Any) -> list[str] | None:
-    """`as_text` of a list's entries or of one value in its place; None where one is no text."""
+    """`as_text` of a list's entries, or of one value; None if any is None."""
     texts = [as_text(entry) for entry in (value if isinstance(value, list) else [value])]
     return None if None in texts else texts
 
 
 def _text(row: dict, key: str, location: str, required: bool = True) -> str | None:
-    """`row[key]` as a string; a number becomes its text."""
     value = row.get(key)
     text = as_text(value)
     if text is None and (required or value is not None):
@@ -244,7 +243,7 @@ def _text(row: dict, key: str, location: str, required: bool = True) -> str | No
 
 
 def _id(value: str, key: str, location: str, known: Container[str] = ()) -> str:
-    """`value`, which must fit a column of TREC files and not be among those `known`."""
+    """`value`; DataError unless it fits a TREC column and is not `known`."""
     if value.split() != [value] or "\0" in value:
         raise DataError(
             f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
@@ -262,7 +261,7 @@ def _question(row: dict, location: str) -> str:
 
 
 def _context(row: dict, location: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; null: a first turn, or an empty text."""
+    """`row["context"]` as (question, answer) pairs; null is an empty list or text."""
     context = [] if row.get("context") is None else row["context"]
     pairs = []
     for pair in context if isinstance(context, list) else [None]:
@@ -280,8 +279,8 @@ def _context(row: dict, location: str) -> list[tuple[str, str]]:
 
 
 def read_corpus(path: str) -> Iterator[Passage]:
-    """Passages of a corpus, streamed: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or
-    TSV with the columns id, text, title (a header is passed over)."""
+    """Stream a corpus: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or TSV with columns
+    id, text, title and an optional header. Ids must be unique."""
     seen: set[str] = set()
     for number, _, passage in located_passages(path):
         seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
@@ -293,7 +292,7 @@ def read_corpus(path: str) -> Iterator[Passage]:
 def located_passages(
     path: str, start: tuple[int, int] = (1, 0)
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, the line's first byte, passage) from `start` on; ids may repeat."""
+    """(line number, byte offset, passage) from `start` on; ids may repeat."""
     tsv = path.removesuffix(".gz").endswith(".tsv")
     for number, byte, line in located_lines(path, start):
         location = f"{path}:{number}"
@@ -322,7 +321,7 @@ _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
 
 
 def read_turns(path: str) -> list[Turn]:
-    """The turns of a `rewrite` file, in file order; `gold_ids` may be empty (see `with_gold`)."""
+    """The turns of a file in order; `gold_ids` may be empty (see `with_gold`)."""
     turns: dict[str, Turn] = {}
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"
@@ -355,15 +354,14 @@ def read_turns(path: str) -> list[Turn]:
 
 
 def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tuple[list[Turn], int]:
-    """The turns that have a gold passage, which must be among the index's `passage_ids`, and how
-    many others were left out."""
+    """(turns with golds, number of others). DataError: no golds, or one not in `passage_ids`."""
     kept = [turn for turn in turns if turn.gold_ids]
     if not kept:
         raise DataError(
             f"{path}: none of its {len(turns)} turns has a gold passage; rewards need one"
         )
     turn_of = {gold: turn.query_id for turn in kept for gold in turn.gold_ids}
-    known = set(turn_of) & passage_ids  # a served index is asked once for all
+    known = set(turn_of) & passage_ids  # one request to a served index
     for gold, query_id in turn_of.items():
         if gold not in known:
             raise DataError(
@@ -374,7 +372,7 @@ def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tupl
 
 
 def _scorable(gold: str) -> bool:
-    """Is anything left of a golden answer when it is normalised for scoring?"""
+    """Whether normalisation leaves anything of an answer."""
     return any(
         c not in string.punctuation and unicodedata.category(c)[0] not in "CZ"
         for c in unicodedata.normalize("NFKC", gold)
@@ -382,7 +380,7 @@ def _scorable(gold: str) -> bool:
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a `search` or `agent` file, without golden answers that score as blank."""
+    """The questions of a file, without golden answers that normalise to ""."""
     questions: dict[str, Question] = {}
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"

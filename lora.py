@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: load, merge, train, switch off. A leaf: torch and peft."""
+"""LoRA adapters in PEFT's format: load, merge, train, disable. Runs alone with torch and peft."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from torch import nn
 
 
 class ModelError(ValueError):
-    """A model or tokenizer that cannot be used: the message says which, why and what to do."""
+    """A model or tokenizer cannot be used; the message says why and what to do."""
 
     exit_status = 2
 
 
 def first_line(e: Exception) -> str:
-    """The first line of an error's message."""
     return str(e).strip().split("\n")[0]
 
 
 @dataclass
 class LoRAConfig:
     r: int | None = None
-    """rank of the adapter that is trained on the frozen model; null: all weights are trained"""
+    """rank of the adapter trained on the frozen model; null: train all weights"""
     alpha: int | None = None
-    """its product B·A is scaled by alpha / r; null: 2 r"""
+    """the product B·A is scaled by alpha / r; null: 2 r"""
     dropout: float = 0.0
-    """share of the adapter's inputs that is set to zero in training"""
+    """dropout probability of the adapter's inputs"""
     target: str | list[str] = "all-linear"
-    """the linear layers that get one, by name (`q_proj`); all-linear: every one but the head"""
+    """names of linear layers (`q_proj`); all-linear: all but the head"""
 
     def __post_init__(self):
         for name, ok, rule in (
@@ -48,22 +47,22 @@ class LoRAConfig:
                 raise ModelError(f"lora.{name}={getattr(self, name)!r}: it must be {rule}")
 
 
-ADAPTER, START = ("default", "start")  # what is trained, and the frozen copy of its start
+ADAPTER, START = ("default", "start")  # the trained adapter, and a frozen copy of its start
 
-# Fields of peft's LoraConfig without a say about weights, or honoured by peft's own loading.
+# Fields of peft's LoraConfig that affect no weights, or that peft itself applies.
 TRAINABLE = {
     *("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "task_type"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"),
     *("init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("eva_config", "megatron_core", "qalora_group_size"),  # of starts and layers of other kinds
+    *("eva_config", "megatron_core", "qalora_group_size"),  # for other initialisations and layers
 }
 MERGEABLE = TRAINABLE | {"rank_pattern", "alpha_pattern", "use_dora"}
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # they leave the base as it is
-EXACT_STARTS = (*PLAIN_STARTS, "pissa", "olora")  # what they take from it is the same each time
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # leave the base unchanged
+EXACT_STARTS = (*PLAIN_STARTS, "pissa", "olora")  # change it reproducibly
 
 
 def adapter_base(path: str) -> str | None:
-    """The model that an adapter's folder was trained on; None for any other path."""
+    """The base model of an adapter's folder; None for other paths."""
     config = os.path.join(path, "adapter_config.json")
     return _read_config(config)["base_model_name_or_path"] if os.path.isfile(config) else None
 
@@ -92,8 +91,8 @@ def _peft():
 def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXACT_STARTS):
     """peft's LoraConfig of an adapter's folder.
 
-    ModelError for a field that is not `known` and differs from peft's default, and for an
-    initialisation not in `starts`: it changes the base model for good.
+    ModelError for a field outside `known` that is not peft's default, or for an initialisation
+    outside `starts`, which would change the base model.
     """
     path = os.path.join(folder, "adapter_config.json")
     values = _read_config(path)
@@ -113,9 +112,8 @@ def adapter_config(folder: str, known: set[str] = MERGEABLE, starts: tuple = EXA
 
 
 def _inject(model: nn.Module, settings, name: str) -> None:
-    """Put a float32 adapter into the model."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are meant
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two are intended
         _peft().inject_adapter_in_model(settings, model, name)
     for key, p in model.named_parameters():
         if ".lora_" in key and f".{name}" in key:
@@ -123,7 +121,7 @@ def _inject(model: nn.Module, settings, name: str) -> None:
 
 
 def _fill(model: nn.Module, folder: str, name: str) -> None:
-    """Fill an adapter with the weights of a folder; ModelError unless each has its place."""
+    """Load weights into an adapter; ModelError unless all fit."""
     path = os.path.join(folder, "adapter_model.safetensors")
     try:
         found = _peft().set_peft_model_state_dict(model, load_file(path), name)
@@ -148,7 +146,7 @@ def _misfit(folder: str, reason: str) -> ModelError:
 
 
 def load_adapter(model: nn.Module, folder: str) -> None:
-    """Put the adapter of a folder beside the weights of the float32 model it was trained on."""
+    """Add an adapter, unmerged, to its float32 base model. ModelError if it does not fit."""
     settings = adapter_config(folder)
     try:
         _inject(model, settings, ADAPTER)
@@ -159,7 +157,7 @@ def load_adapter(model: nn.Module, folder: str) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add a model's adapter to its float32 weights as peft does; plain layers remain."""
+    """Merge the adapter into the float32 weights; plain layers remain."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(model.named_modules()):
@@ -173,10 +171,10 @@ def merge_adapter(model: nn.Module) -> None:
 def add_adapter(
     model: nn.Module, lora: LoRAConfig, folder: str = "", seed: int = 0, keep_start: bool = False
 ) -> None:
-    """Freeze the model and put a float32 LoRA adapter beside its linear layers, in place.
+    """Freeze the model and add a float32 LoRA adapter to its linear layers, in place.
 
-    A new one has A at random (of `seed`) and B = 0; `folder` holds one with the same r, alpha and
-    target. `keep_start`: also a frozen copy of that one, for `starting_weights`.
+    A new one has random A (by `seed`) and B = 0. `folder` holds one to load; ModelError unless its
+    r, alpha and target agree. `keep_start` adds a frozen copy of it for `starting_weights`.
     """
     head = model.get_output_embeddings()
     target = lora.target.split(",") if isinstance(lora.target, str) else lora.target
@@ -194,7 +192,7 @@ def add_adapter(
     for name in adapters:
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # the adapter is made on the CPU
+                torch.default_generator.manual_seed(seed)  # initialised on the CPU
                 _inject(model, settings, name)
         except ValueError as e:
             raise _bad_target(lora, first_line(e)) from e
@@ -216,11 +214,11 @@ def add_adapter(
         )
     for name in adapters if folder else ():
         _fill(model, folder, name)
-    model.peft_config = {ADAPTER: settings}  # of what is exported
+    model.peft_config = {ADAPTER: settings}  # for the export
     _activate(model, ADAPTER)
     for name, p in model.named_parameters():
         p.requires_grad_(f".{ADAPTER}." in name)
-    model.eval()  # the new layers too
+    model.eval()
 
 
 def _bad_target(lora: LoRAConfig, reason: str) -> ModelError:
@@ -230,15 +228,15 @@ def _bad_target(lora: LoRAConfig, reason: str) -> ModelError:
 
 
 def adapter_dropout(model: nn.Module, on: bool) -> None:
-    """Let an adapter's dropout work or rest; the model itself never has any."""
+    """Switch the adapter's dropout on or off; the base model has none."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.train(on and module.p > 0)
 
 
 def _activate(model: nn.Module, name: str | None) -> None:
-    """Let the LoRA layers compute with this adapter, or with none; requires_grad, which PEFT's
-    switches change, stays: FSDP reads it once."""
+    """Compute with this adapter or with none. Keeps requires_grad, which PEFT's switches change
+    but FSDP reads only once."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
@@ -251,8 +249,8 @@ def _activate(model: nn.Module, name: str | None) -> None:
 
 @contextlib.contextmanager
 def starting_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block a model with an adapter computes as before its training: without a new one,
-    with the frozen copy of an earlier one."""
+    """Within the block the model computes as before training: with the frozen copy of a loaded
+    adapter, or without a new one."""
     start = START if any(f".{START}." in name for name, _ in model.named_parameters()) else None
     _activate(model, start)
     try:

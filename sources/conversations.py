@@ -1,7 +1,6 @@
-"""Conversational-search data sets → corpus, turns, qrels: TopiOCQA, QReCC, CANARD, MTRAG, CAsT.
+"""Conversational-search data sets: TopiOCQA, QReCC, CANARD, MTRAG and TREC CAsT.
 
-Each function reads the official files of one set (`build.paths`, listed in published.yaml). A
-turn's human rewrite goes to `rewrite`, other published rewrites beside it.
+A turn's `rewrite` is the human one unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from sources.files import (
 
 
 def topiocqa(cfg: DevConfig, build: Build) -> None:
-    """TopiOCQA from the five official files; its dev set, which the papers test on, becomes test.
+    """TopiOCQA from its five official files; the dev set becomes test, as in the papers.
 
-    The gold is the first positive passage alone; ids are the TSV's. The T5 rewrites, where they lie
-    there, go to `t5_rewrite`.
+    Only the first positive passage is gold; ids are those of the TSV. `t5_rewrite` is filled where
+    the file of T5 rewrites is present.
     """
     turns = [t for split in ("train", "dev") for t in topiocqa_turns(cfg, build.paths, split)]
     build.write_splits(cfg.splits(), turns)
@@ -51,7 +50,7 @@ def topiocqa(cfg: DevConfig, build: Build) -> None:
 
 
 def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterator[tuple[str, Turn]]:
-    """(split, turn) of an official split, whose files go row by row."""
+    """(split, turn) pairs of an official split; its files are aligned by row."""
     keys = (f"{split}_{what}" for what in ("turns", "golds", "rewrites"))
     files = [paths[key] for key in keys if key in paths]
     for row, *beside in itertools.zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
@@ -86,9 +85,8 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
 def qrecc(cfg: DevConfig, build: Build) -> None:
     """QReCC from SCAI's turn files and the passage archive.
 
-    Passage ids are running numbers from 0 (`qrecc_members`); line n + 1 of raw_ids.txt is the raw
-    id of passage n. A turn without gold is not written but stays in later contexts. Blank passages
-    are kept.
+    Passage ids count from 0; line n + 1 of raw_ids.txt is the raw id of passage n. Turns without
+    gold serve only as context; blank passages are kept.
     """
     turns, counts, numbers = [], build.counts, {}  # numbers: gold raw id → passage id
     for split in ("train", "test"):
@@ -105,7 +103,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
             raw, text = row.text("id"), row.text("contents")
             if raw in golds:
                 counts["gold raw ids that occur twice"] += raw in numbers
-                numbers[raw] = str(number)  # the last one, as published
+                numbers[raw] = str(number)  # the last duplicate, as published
                 build.golds.discard(raw)
             raw_ids.write(raw.replace("\n", " ") + "\n")
             counts["blank_passages"] += not text.strip()
@@ -119,10 +117,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
 
 
 def qrecc_members(names: list[str]) -> list[str]:
-    """The archive's files in the order that numbers the passages: commoncrawl, then wayback.
-
-    wayback-backfill stays where it stands among wayback: so is ConvSearch-R1's numbering.
-    """
+    """The archive's files in ConvSearch-R1's order: commoncrawl, then wayback and its backfill."""
     wayback = [name for name in names if "wayback" in name]
     commoncrawl = [name for name in names if "commoncrawl" in name and "wayback" not in name]
     if not wayback or not commoncrawl or len(wayback) + len(commoncrawl) != len(names):
@@ -134,8 +129,8 @@ def qrecc_members(names: list[str]) -> list[str]:
 
 
 def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
-    """The turns of a file with their history; `gold_ids` are raw ids."""
-    contexts: dict[str, list[tuple[str, str]]] = defaultdict(list)  # of a conversation so far
+    """Turns of a file with context; `gold_ids` are raw ids."""
+    contexts: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for row in json_rows(path):
         number, turn = row.text("Conversation_no"), row.number("Turn_no")
         context = contexts[number]
@@ -161,17 +156,16 @@ NO_PASSAGE = re.compile(r"i don'?t know\.?|cannotanswer|yes|no", re.IGNORECASE)
 
 
 def ten_split(key: str) -> str:
-    """train, dev and test 6 : 1 : 3, by the md5 of `key`."""
+    """60 % train, 10 % dev, 30 % test, by the md5 of `key`."""
     number = bucket(key, 10)
     return "train" if number < 6 else "dev" if number == 6 else "test"
 
 
 def canard(cfg: PublicConfig, build: Build) -> None:
-    """CANARD's dev.json: the answers of its dialogues are the passages; split by article.
+    """CANARD's dev.json, whose answers become the passages; split by article.
 
-    Answers come from a dialogue's longest history, so its last turn has none and is left out; so
-    are "I don't know", "CANNOTANSWER", "yes", "no" and answers of fewer than four words. Question 1
-    is replaced by its rewrite everywhere.
+    A dialogue's longest history gives all answers but the last. Turns without an answer, or with
+    one of fewer than four words, are left out. Question 1 is replaced by its rewrite everywhere.
     """
     dialogues: dict[str, list[Row]] = defaultdict(list)
     for row in json_rows(build.paths["turns"]):
@@ -209,10 +203,10 @@ DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
 def mtrag(cfg: PublicConfig, build: Build) -> None:
-    """MTRAG's human conversations with the passages of its four domains; split by conversation.
+    """MTRAG's human conversations and four corpora, split by conversation.
 
     `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
-    order of reference.jsonl. The rewrites are Mixtral's, not a human's.
+    order of reference.jsonl. The rewrites are by Mixtral.
     """
     golds: dict[str, list[str]] = defaultdict(list)
     domain_of: dict[str, str] = {}
@@ -251,7 +245,7 @@ def mtrag_passages(build: Build) -> Iterator[dict]:
     for domain in DOMAINS:
         for row in json_rows(build.paths[f"{domain}_passages"]):
             title, text = one_line(row.get("title") or ""), row.text("text")
-            head, _, rest = text.partition("\n")  # indexed texts begin with their title's line
+            head, _, rest = text.partition("\n")  # indexed texts repeat the title here
             text = one_line(rest if one_line(head) == title else text)
             build.counts[f"{domain} passages"] += 1
             yield {"id": row.text("_id"), "title": title, "text": text, "domain": domain}
@@ -265,15 +259,15 @@ class CastConfig(PublicConfig):
     """TREC CAsT"""
 
     relevant_from: int = 1
-    """lowest grade of a gold passage or document; the qrels keep the official grades"""
+    """lowest grade of a gold passage or document; the qrels keep all grades"""
 
 
 def cast(cfg: CastConfig, build: Build) -> None:
-    """TREC CAsT: the judged turns as test, with manual rewrites and the official grades.
+    """TREC CAsT: the judged turns become test, with manual rewrites and the official grades.
 
-    2019 and 2020 have the passages of MS MARCO and TREC CAR; a turn's answer is none in 2019 and in
-    2020 its automatic canonical passage. 2021 judges documents of MS MARCO, KILT and the Washington
-    Post: passage ids are DOCUMENT-N, gold_ids documents (`evaluate.py documents=true`).
+    2019 and 2020 use MS MARCO and TREC CAR; turns have no answer in 2019 and the automatic
+    canonical passage in 2020. 2021 judges documents of MS MARCO, KILT and the Washington Post:
+    `gold_ids` are documents, passage ids DOCUMENT-N (`evaluate.py documents=true`).
     """
     paths, judged = build.paths, defaultdict(dict)
     for number, line in read_lines(paths["qrels"]):
@@ -318,7 +312,7 @@ def cast(cfg: CastConfig, build: Build) -> None:
 
 
 def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
-    """(turn without history and golds, its row); a topic's turns in the order of their numbers."""
+    """(turn without context and golds, its row), by turn number within a topic."""
     for topic in json_rows(path):
         number, rows = topic.text("number"), topic.rows("turn")
         by_turn = {row.number("number"): row for row in rows}
@@ -335,7 +329,7 @@ def cast_turns(path: str) -> Iterator[tuple[Turn, Row]]:
 
 
 def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
-    """MS MARCO and TREC CAR without listed duplicates; fills in `texts`, whose keys are ids."""
+    """MS MARCO and TREC CAR without duplicates; fills in the values of `texts` by id."""
     try:
         from trec_car.read_data import iter_paragraphs
     except ImportError as e:
@@ -363,7 +357,7 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
 
 
 def cast_documents(build: Build) -> Iterator[dict]:
-    """Passages of the track's own tool, a document a line, without the duplicates it lists."""
+    """Passages from the track's own tool, one document per line, without duplicates."""
     files = sorted(glob.glob(os.path.join(glob.escape(build.cfg.source), "passages", "*.jsonl")))
     if not files:
         raise DataError(
@@ -379,7 +373,7 @@ def cast_documents(build: Build) -> Iterator[dict]:
         if document in left_out:
             build.counts["duplicates_left_out"] += 1
             continue
-        if collection == "WAPO":  # the one collection that repeats its ids
+        if collection == "WAPO":  # only WAPO repeats ids
             left_out.add(document)
         build.golds.discard(document)
         for part in row.rows("contents"):
@@ -388,7 +382,7 @@ def cast_documents(build: Build) -> Iterator[dict]:
 
 
 def duplicates(build: Build) -> set[str]:
-    """What the track's list has behind the passage or document that is kept."""
+    """Ids to leave out, from the track's list of lines `kept:id,id,…`."""
     path = build.paths.get("duplicates")
     lines = (line for _, line in read_lines(path)) if path else ()
     return {key.strip() for line in lines for key in line.partition(":")[2].split(",")}

@@ -1,8 +1,4 @@
-"""Documents cut into passages: `prepare.py chunk`, and MultiHop-RAG and GraphRAG-Bench with their
-questions.
-
-MultiHop-RAG is split as `convert_dataset.py` of ninehills/deepsearch-rl does it.
-"""
+"""Cutting documents into passages: `prepare.py chunk`, MultiHop-RAG, GraphRAG-Bench."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _CLOSERS = "\"'”’)]»"
 
 
 def token_starts(text: str, tokenizer: Any = None) -> list[int]:
-    """Where each token of `text` starts; without a tokenizer: each word or punctuation mark."""
+    """Character offset of each token; None: words and punctuation marks."""
     if tokenizer is None:
         return [match.start() for match in re.finditer(r"\w+|[^\w\s]", text)]
     encoded = tokenizer(
@@ -46,11 +42,11 @@ def token_starts(text: str, tokenizer: Any = None) -> list[int]:
 
 
 def break_strength(text: str, at: int) -> int:
-    """How good a cut at `text[at]` is: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
+    """Strength of a break: 4 line end, 3 sentence end, 2 pause, 1 blank, 0 none."""
     left, right = text[max(0, at - 100) : at], text[at : at + 100]
     before, after = left.rstrip(), right.lstrip()
     gap = left[len(before) :] + right[: len(right) - len(after)]
-    sign = (before.rstrip(_CLOSERS) or before)[-1:]  # a closing quote belongs to its sentence
+    sign = (before.rstrip(_CLOSERS) or before)[-1:]  # skip closing quotes
     if "\n" in gap:
         return 4
     if sign in tuple("。！？") or gap and sign in tuple(".!?…"):
@@ -59,18 +55,18 @@ def break_strength(text: str, at: int) -> int:
 
 
 def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> list[tuple[int, int]]:
-    """(start, end) characters of the chunks of `text`, whose tokens begin at `starts`.
+    """(start, end) characters of each chunk of `text`, whose tokens begin at `starts`.
 
-    A chunk has at most `size` tokens and, but for the last, more than half of that: it ends at the
-    strongest break in the second half of its window, the last of equals. The next one begins
-    `overlap` tokens before that end. Without overlap the spans partition the text.
+    A chunk has at most `size` tokens and, but for the last, more than half; it ends at the last of
+    the strongest breaks in between. The next begins `overlap` tokens earlier. Without overlap the
+    spans partition the text.
     """
     if size < 2 or not 0 <= overlap <= size // 2:
         raise DataError(
             f"chunk_size={size} and overlap={overlap}; chunk_size must be at least 2 and overlap "
             "from 0 to half of it"
         )
-    bounds = [0, *starts[1:], len(text)]  # bounds[k]: where token k begins
+    bounds = [0, *starts[1:], len(text)]  # starts of the tokens, and the end
     strength = [break_strength(text, bound) for bound in bounds]
     count, spans, first = len(bounds) - 1, [], 0
     while count - first > size:
@@ -83,22 +79,24 @@ def chunk_spans(text: str, starts: list[int], size: int, overlap: int = 0) -> li
 
 @dataclass
 class Cut:
-    """How documents become passages."""
+    """How documents are cut into passages."""
 
     chunk_size: int = 200
-    """tokens of a passage at most, before title and context fields; 0: documents stay whole"""
+    """maximum tokens of a passage, without context fields; 0: documents stay whole"""
     overlap: int = 0
-    """tokens that a passage repeats of the one before it"""
+    """tokens repeated from the previous passage"""
     tokenizer: str = ""
-    """Hugging Face folder whose tokenizer counts; without one words and punctuation marks count"""
+    """Hugging Face folder; empty: tokens are words and punctuation marks"""
     context_fields: str = "title,source,published_at"
-    """what stands before every passage: `title` as its title, others as lines `field: value`"""
+    """metadata shown in each passage: `title` as title, others as lines `field: value`"""
 
     def cutter(
         self, prefix: str, digits: int = 0
     ) -> Callable[[str, str, dict, str], Iterator[tuple[tuple[int, int], dict]]]:
-        """The function `cut(title, text, metadata, doc_id)`, which yields ((start, end) in `text`,
-        passage) for each chunk; ids are `prefix` and a running number of `digits` at least."""
+        """`cut(title, text, metadata, doc_id)`, which yields ((start, end) in `text`, passage).
+
+        Passage ids are `prefix` and a running number of at least `digits` digits.
+        """
         names = [name.strip() for name in self.context_fields.split(",")]
         tokenizer = open_tokenizer(self.tokenizer) if self.tokenizer and self.chunk_size else None
         numbers = itertools.count()
@@ -142,15 +140,15 @@ class ChunkConfig(Cut):
     """`prepare.py chunk`"""
 
     source: str
-    """a corpus as JSONL: `id`, `title`, `text`, or `contents` with the title as its first line"""
+    """JSONL corpus: `id`, `title`, `text`, or `id`, `contents` (title in its first line)"""
     out: str
     """folder to write: corpus.jsonl"""
     prefix: str = "c"
-    """passage ids are this and a running number"""
+    """prefix of passage ids"""
 
 
 def chunk(cfg: ChunkConfig) -> dict:
-    """Cut documents into passages of `chunk_size` tokens at most, with context in front."""
+    """Cut documents into passages of at most `chunk_size` tokens."""
     if not os.path.isfile(cfg.source):
         raise DataError(f"source={cfg.source}: no such file; name a corpus file (JSONL)")
     config = dataclasses.asdict(cfg) | {"out": "", "source": sha256(cfg.source)}
@@ -186,15 +184,15 @@ class MultihopragConfig(Cut, DevConfig):
     """`prepare.py multihoprag`"""
 
     test_questions: Annotated[int, at_least(0)] = 200
-    """questions of test: the first of a shuffle with seed 42, DeepSearch-RL's val"""
+    """size of test: the first of a shuffle with seed 42, as DeepSearch-RL's val"""
 
 
 def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
-    A passage is relevant when it holds a fact of the evidence, white space left out, as in the
-    authors' own evaluation; of a fact that a cut divides, all parts are. Null questions have no
-    evidence and no qrels. Ids are `multihoprag-N`, N the place in the file.
+    A passage is gold if it holds a fact of the evidence, ignoring white space (as the authors do),
+    or a part of one that was cut. Null questions have no qrels. Ids are `multihoprag-ROW`, from 0.
+    Split like `convert_dataset.py` of ninehills/deepsearch-rl.
     """
     articles: dict[str, Article] = {}  # by url and by title
     cut, counts = cfg.cutter("multihoprag-c", 5), build.counts
@@ -228,7 +226,7 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
 
 
 def relevant(evidence: list[Row], articles: dict[str, Article], counts: Counter) -> dict[str, int]:
-    """Passage id → 1 for a question's relevant passages; none where a fact was not found."""
+    """Gold passage id → 1; empty if any fact was not found."""
     found = []
     for item in evidence:
         article = articles.get(item.get("url")) or articles.get(one_line(item.get("title") or ""))
@@ -245,13 +243,13 @@ def letters(text: str) -> str:
 
 
 class Article(NamedTuple):
-    """A document without its white space, and where its passages stand in that."""
+    """A document without white space; `spans` refer to that text."""
 
     text: str
-    spans: list[tuple[int, int, str]]  # (start, end, passage id)
+    spans: list[tuple[int, int, str]]  # start, end, passage id
 
     def holding(self, fact: str) -> list[str]:
-        """Ids of the passages that hold `fact`: the first with all of it, else all with a part."""
+        """Ids of passages: the first one with all of `fact`, else all with a part."""
         first = self.text.find(letters(fact))
         last = first + len(letters(fact))
         if first < 0 or last == first:
@@ -269,10 +267,10 @@ class GraphragConfig(Cut, PublicConfig):
 
 
 def graphrag(cfg: GraphragConfig, build: Build) -> None:
-    """GraphRAG-Bench: questions on novels or a medical guideline, all as test, and the texts cut.
+    """GraphRAG-Bench: novels or a medical guideline, cut into passages; all questions are test.
 
-    Its evidence paraphrases the texts, so there are no qrels: it stays in `metadata`, with `source`
-    (the document) and `type`. Of an id that occurs twice the second one gets `-2`.
+    Evidence is paraphrased, so there are no qrels; `metadata` keeps it, `source` (the document)
+    and `type`. A repeated id gets `-2`.
     """
     cut, counts, seen, splits = cfg.cutter(f"{build.name}-c", 5), build.counts, Counter(), []
 

@@ -1,7 +1,6 @@
-"""The official files of public data sets: found or downloaded, checked, read, written as records.
+"""Official files of public data sets: find, check and read them; write corpus, splits and qrels.
 
-`published.yaml` lists each set's files and counts. `make_public` hands a set's function a `Build`,
-which knows where the files lie and writes corpus, splits and qrels. Passages are streamed.
+`published.yaml` lists each set's files and counts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CUT_OFF = "the file is cut off or of another version"
 
 
 def sha256(*paths: str) -> str:
-    """The sha256 of the files' bytes one after the other, as hexadecimal digits."""
+    """Hexadecimal sha256 of the concatenated files."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as f:
@@ -59,10 +58,10 @@ def sha256(*paths: str) -> str:
 
 
 def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
-    """Folder `cfg.out` as `write(folder)` fills it, whole or not at all; the dict it returns.
+    """Create folder `cfg.out` atomically with `write(folder)`, and return the dict of that.
 
-    made.json keeps `made` (the command and what it depends on): a folder that holds what `made`
-    describes is left alone. DataError: it holds other files, or no record came out.
+    made.json stores `made`; a folder made with the same `made` is kept. DataError: the folder
+    holds other files, or the result is empty.
     """
     if not cfg.out:
         raise DataError("out is empty; give out=FOLDER")
@@ -83,7 +82,7 @@ def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
 
 
 def already_made(out: str, made: dict) -> dict | None:
-    """The earlier result where folder `out` holds what `made` describes, else None."""
+    """The stored result if `out` was made with the same `made`, else None."""
     if not os.path.exists(out):
         return None
     held = set(os.listdir(out)) if os.path.isdir(out) else {os.path.basename(out)}
@@ -105,30 +104,30 @@ def already_made(out: str, made: dict) -> dict | None:
 
 @dataclass
 class PublicConfig:
-    """What all public data sets share."""
+    """Options of all public sets."""
 
     source: str
-    """folder with the official files, as published or as the data set's own downloader lays them"""
+    """folder with the official files, as published or as the set's own downloader saves them"""
     out: str
     """folder to write: corpus.jsonl, and .jsonl and .qrels of each split"""
     strict: bool = True
-    """stop where a count or checksum is not the published one; false: record it in made.json"""
+    """stop if a count or checksum is not the published one; false: record it in made.json"""
     download: bool = False
-    """fetch missing files into `source` first; a broken download is continued"""
+    """download missing files into `source`; an interrupted download is resumed"""
 
 
 @dataclass
 class DevConfig(PublicConfig):
-    """Of sets that publish no dev split to validate on."""
+    """Options of sets without a dev split of their own."""
 
     dev_percent: Annotated[int, between(0, 99)] = 0
-    """share of the training conversations or questions put aside as dev, to validate on"""
+    """percentage of the training conversations or questions that become dev"""
 
     def splits(self) -> tuple[str, ...]:
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """Where a conversation or question goes; an official dev set is the papers' test."""
+        """The split of a conversation or question; the official dev set becomes test."""
         if official != "train":
             return "test"
         return "dev" if bucket(key, 100) < self.dev_percent else "train"
@@ -136,19 +135,19 @@ class DevConfig(PublicConfig):
 
 @functools.cache
 def published() -> dict[str, dict]:
-    """Data set → its counts and files, from published.yaml."""
+    """published.yaml: data set → counts and files."""
     with open(os.path.join(os.path.dirname(__file__), "published.yaml"), encoding="utf-8") as f:
         return yaml.safe_load(f)
 
 
 class Build:
-    """One data set in the making: where its files lie, where the result goes, what was counted."""
+    """The making of one data set: its input paths, output folder and counts."""
 
     def __init__(self, name: str, cfg: PublicConfig, folder: str):
         self.name, self.cfg, self.folder, self.known = name, cfg, folder, published()[name]
         self.counts: Counter = Counter()
         self.unchecked = dict(self.known.get("counts", {}))
-        self.golds: set[str] = set()  # passages that the corpus must hold and was not seen to hold
+        self.golds: set[str] = set()  # gold ids not yet seen in the corpus
         self.differences: dict[str, dict] = {}
         files = dict(self.known["files"])
         if not getattr(cfg, "train", True):
@@ -156,7 +155,7 @@ class Build:
         self.paths = self.find_files(files)
 
     def find_files(self, files: dict[str, dict]) -> dict[str, str]:
-        """Where each official file lies; DataError that lists all missing ones."""
+        """Path of each official file. DataError lists all missing ones."""
         paths, missing = {}, []
         for key, file in files.items():
             places = [os.path.join(self.cfg.source, name) for name in file["names"]]
@@ -181,7 +180,7 @@ class Build:
         return paths
 
     def check(self, what: str, found: int | str, expected: int | str, why: str = CUT_OFF) -> None:
-        """A difference from what was published stops a strict run; another records it."""
+        """Where the values differ, raise DataError if strict, else record it."""
         if found == expected:
             return
         shown = [f"{n:,}" if isinstance(n, int) else n for n in (found, expected)]
@@ -192,14 +191,14 @@ class Build:
         self.differences[what] = {"found": found, "published": expected}
 
     def check_counts(self, keys: Collection[str]) -> None:
-        """Compare with the published counts, each once; an unpublished dev is a part of train."""
+        """Check these counts once; a dev split taken from train counts as train."""
         for key in [key for key in self.unchecked if key in keys]:
             dev = key.replace("train", "dev")
             found = self.counts[key] + (0 if dev in self.known["counts"] else self.counts[dev])
             self.check(key, found, self.unchecked.pop(key))
 
     def write_corpus(self, passages: Iterable[dict], total: int = 0) -> None:
-        """corpus.jsonl, streamed; then compare with the published counts and `golds`."""
+        """Stream corpus.jsonl, then check counts and that no gold is missing."""
 
         def watched() -> Iterator[dict]:
             for passage in with_progress(passages, total or self.unchecked.get("passages", 0)):
@@ -217,9 +216,9 @@ class Build:
         rows: Iterable[tuple[str, Turn | Question]],
         judged: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        """`{split}.jsonl` of (split, record) rows and, where any is judged, `{split}.qrels`.
+        """Write `{split}.jsonl` from (split, record) rows, and `{split}.qrels` if any is judged.
 
-        `judged`: id of a record → passage → grade; by default the turns' gold passages, grade 1.
+        `judged`: record id → passage id → grade; None: the turns' golds with grade 1.
         """
         rows = list(rows)
         ids = Counter(item_id(record) for _, record in rows)
@@ -247,7 +246,7 @@ class Build:
 
 
 def make_public(name: str, write: Callable[[Any, Build], None], cfg: PublicConfig) -> dict:
-    """Make data set `name` in folder `cfg.out`, unless it is there already; the counts."""
+    """Make data set `name` in `cfg.out` unless it is there; returns its counts."""
     config = dataclasses.asdict(cfg) | {"out": "", "download": False}
     made = {"command": name, "config": config, "rules": 1}
 
@@ -273,7 +272,7 @@ def with_progress(passages: Iterable[dict], total: int = 0) -> Iterator[dict]:
 
 
 def fetch(url: str, path: str) -> None:
-    """Download `url` to `path`, whole or not at all; `path`.part of a broken one is continued."""
+    """Download `url` to `path` atomically, resuming from `path`.part."""
     import httpx2
 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -284,7 +283,7 @@ def fetch(url: str, path: str) -> None:
         with httpx2.stream(
             "GET", url, headers=headers, follow_redirects=True, timeout=60
         ) as answer:
-            if answer.status_code == 416:  # all was there, or the part is of another file
+            if answer.status_code == 416:  # the part is complete or of another file
                 os.remove(part)
             answer.raise_for_status()
             left = int(answer.headers.get("Content-Length", 0))
@@ -306,7 +305,7 @@ def fetch(url: str, path: str) -> None:
 
 
 class Row(dict):
-    """A JSON object of a published file; a wrong field is a DataError with file and line."""
+    """A JSON object; a bad field raises DataError with file and line."""
 
     def __init__(self, fields: Any, location: str):
         super().__init__(fields)
@@ -316,7 +315,6 @@ class Row(dict):
         return DataError(f"{self.location}: {problem}")
 
     def field(self, key: str, kind: type) -> Any:
-        """`self[key]`, which must be there and a `kind`."""
         value = self.get(key)
         if not isinstance(value, kind):
             raise self.error(
@@ -326,16 +324,15 @@ class Row(dict):
         return value
 
     def text(self, key: str) -> str:
-        """A text, or a number as its text."""
+        """A string; a number is converted."""
         text = as_text(self.get(key))
         return self.field(key, str) if text is None else text
 
     def line(self, key: str) -> str:
-        """A text with its white space collapsed."""
         return one_line(self.text(key))
 
     def number(self, key: str) -> int:
-        """A whole number, or the text of one."""
+        """An integer, also from a string."""
         text = self.text(key).strip()
         return int(text) if re.fullmatch(r"-?\d{1,18}", text) else self.field(key, int)
 
@@ -352,7 +349,7 @@ class Row(dict):
         return [Row(value, self.location) for value in values]
 
     def object(self, key: str) -> Row:
-        """An object or its JSON text; an empty one where it is absent or null."""
+        """An object, also from JSON text; empty if absent or null."""
         value = self.get(key)
         if isinstance(value, str) and value:
             return Row(parse_object(value, f"{self.location}: {key}"), self.location)
@@ -360,9 +357,9 @@ class Row(dict):
 
 
 def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
-    """The objects of a file: JSONL, one JSON array, or the JSONL files of a zip archive.
+    """Objects of a JSONL file, a JSON array or a zip of JSONL files.
 
-    `members(names)`: which files of the archive, in which order.
+    `members(names)` selects and orders the files of the zip.
     """
     if path.endswith(".zip"):
         yield from zip_rows(path, members)
@@ -388,7 +385,7 @@ def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[R
 
 
 def table_rows(path: str) -> Iterator[Row]:
-    """The lines of a TSV file below its header; fields may be quoted."""
+    """Rows of a TSV file with a header; fields may be quoted."""
     csv.field_size_limit(1 << 26)
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter="\t")
     try:
@@ -404,7 +401,7 @@ def table_rows(path: str) -> Iterator[Row]:
 
 
 def tab_pairs(path: str) -> Iterator[tuple[str, str]]:
-    """(first column, rest) of the lines of a TSV file without header or quoting."""
+    """(first column, rest) of each line of a TSV file without header or quotes."""
     for number, line in read_lines(path):
         key, tab, text = line.partition("\t")
         if not tab or not key.strip():
@@ -413,5 +410,5 @@ def tab_pairs(path: str) -> Iterator[tuple[str, str]]:
 
 
 def bucket(key: str, count: int) -> int:
-    """0 to `count` - 1 by the md5 of `key`: the same in every run."""
+    """md5 of `key`, modulo `count`."""
     return int(hashlib.md5(key.encode()).hexdigest(), 16) % count

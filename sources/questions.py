@@ -1,9 +1,8 @@
-"""Multi-hop question sets → corpus, questions and qrels; wiki-18.
+"""Multi-hop question sets (MuSiQue, HotpotQA, 2WikiMultihopQA) and the corpus wiki-18.
 
-A set that brings paragraphs along becomes a closed pool, far easier than all of Wikipedia
-(`wiki18`). Relevant are a question's supporting paragraphs, hop by hop where the order is known; a
-question that lacks one of them gets no qrels, since half a judgment would let "all gold passages
-found" be true too early.
+A set's corpus is the pool of its paragraphs, far easier than Wikipedia (`wiki18`). Supporting
+paragraphs are gold, in hop order if known. A question that lacks one gets no qrels: with part of
+them, "all gold passages found" would be true too early.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_row
 
 
 class Judged(NamedTuple):
-    """A question of a data set, with the paragraphs that the set gives beside it."""
+    """A question and the paragraphs published with it."""
 
     question: Question
     paragraphs: list[tuple[str, str]]  # (title, text)
-    golds: list[int]  # positions of the supporting ones; empty where one is missing
+    golds: list[int]  # indices of gold paragraphs; empty if one is missing
 
 
-SIGNS = regex.compile(r"[\p{P}\p{Z}\p{C}]")  # punctuation, blanks and control characters
+SIGNS = regex.compile(r"[\p{P}\p{Z}\p{C}]")  # punctuation, separators, control
 
 
 def clean(text: str) -> str:
-    """HTML entities resolved, white space collapsed."""
+    """Unescape HTML entities and collapse white space."""
     return one_line(html.unescape(text))
 
 
@@ -42,7 +41,7 @@ class Pool(dict[bytes, tuple[str, str]]):
     """Distinct paragraphs: hash → (title, text)."""
 
     def add(self, title: str, text: str) -> bytes:
-        """The hash of a paragraph; of those that differ in spacing and punctuation one is kept."""
+        """Add a paragraph and return its hash, which ignores spacing and punctuation."""
         title, text = clean(title), clean(text)
         same = unicodedata.normalize("NFC", f"{title}\n{SIGNS.sub('', text)}")
         key = hashlib.sha256(same.encode()).digest()[:16]
@@ -50,14 +49,13 @@ class Pool(dict[bytes, tuple[str, str]]):
         return key
 
     def ids(self, name: str) -> dict[bytes, str]:
-        """Hash → passage id, `{name}-p00000` and on in the order of the hashes: the same files give
-        the same ids, which say nothing about relevance."""
+        """Hash → passage id, numbered in hash order, which is unrelated to relevance."""
         digits = max(5, len(str(len(self) - 1)))
         return {key: f"{name}-p{n:0{digits}d}" for n, key in enumerate(sorted(self))}
 
 
 def golden(answers: list, row: Row) -> list[str]:
-    """Answers as strings, stripped, each once, blank ones left out; the list may come out empty."""
+    """The distinct non-blank answers, stripped."""
     texts = as_texts(answers)
     if texts is None:
         raise row.error(f"the answers are {str(answers)[:80]}; texts are expected there")
@@ -65,7 +63,7 @@ def golden(answers: list, row: Row) -> list[str]:
 
 
 def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
-    """The question of a row; the id, `row[key]`, becomes a column of TREC files."""
+    """The question of a row; its id, `row[key]`, must hold no blank (TREC files)."""
     value = row.text(key)
     if value.split() != [value]:
         raise row.error(f"{key} {value!r} is empty or holds a blank; {CUT_OFF}")
@@ -77,19 +75,18 @@ def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
 
 @dataclass
 class MultihopConfig(DevConfig):
-    """Sets with a train and a dev file; the dev set, which the papers report on, becomes test."""
+    """Sets with train and dev files; dev becomes test, as in the papers."""
 
     train: bool = True
-    """read the train file too; false: the dev file alone, whose paragraphs then are the corpus"""
+    """read the train file too; false: questions and corpus are from dev alone"""
 
 
 def write_multihop(
     cfg: MultihopConfig, build: Build, judge: Callable[[Row], Judged | None]
 ) -> None:
-    """The official train and dev files, whose rows `judge` reads, and their pooled paragraphs.
+    """Write the splits and the pooled paragraphs; `judge` parses a row.
 
-    Left out and counted: rows that `judge` gives up as unanswerable, and questions without text or
-    answer, of which nothing could be asked or scored.
+    Unanswerable rows (None) and those without question or answer are left out and counted.
     """
     pool, kept, judged, counts = Pool(), [], {}, build.counts
     for official in ("train", "dev") if cfg.train else ("dev",):
@@ -111,10 +108,9 @@ def write_multihop(
 
 
 def musique(cfg: MultihopConfig, build: Build) -> None:
-    """MuSiQue-Ans v1.0: 20 paragraphs a question, 2 to 4 supporting; its dev set becomes test.
+    """MuSiQue-Ans v1.0: 20 paragraphs per question, 2 to 4 of them gold; dev becomes test.
 
-    `metadata` keeps the shape of the hops ("2hop", "3hop1", …) as `type`, and the sub-questions.
-    Unanswerable rows (of the musique_full files) are left out and counted.
+    `metadata` keeps the hop structure ("2hop", "3hop1", …) as `type`, and the sub-questions.
     """
     write_multihop(cfg, build, musique_row)
 
@@ -136,7 +132,7 @@ def musique_row(row: Row) -> Judged | None:
 
 
 def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
-    """HotpotQA, distractor setting: 10 paragraphs a question, 2 supporting; dev becomes test.
+    """HotpotQA, distractor setting: 10 paragraphs per question, 2 of them gold; dev becomes test.
 
     `metadata` keeps type, level and supporting facts.
     """
@@ -144,7 +140,7 @@ def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
 
 
 def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = ()) -> Judged:
-    """A row of HotpotQA's form; `joint` joins sentences, `kept` fields go to the metadata."""
+    """Parse a HotpotQA row; `joint` joins sentences, `kept` names metadata fields."""
     facts, paragraphs = row.field("supporting_facts", list), []
     if not all(isinstance(f, list) and len(f) == 2 and isinstance(f[0], str) for f in facts):
         raise row.error(f"supporting_facts is {str(facts)[:80]}, not a list of [title, sentence]")
@@ -164,9 +160,9 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
 
 
 def twowiki(cfg: MultihopConfig, build: Build) -> None:
-    """2WikiMultihopQA (April 2021): 10 paragraphs a question, 2 or 4 supporting; dev becomes test.
+    """2WikiMultihopQA (April 2021): 10 paragraphs per question, 2 or 4 gold; dev becomes test.
 
-    Golden answers are the answer and the aliases and demonyms of its entity, as in the official
+    Aliases and demonyms of the answer's entity are golden answers too, as in the official
     evaluation. `metadata` keeps type, supporting facts and evidences.
     """
     aliases = {
@@ -184,7 +180,7 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
-    """Title and text of `"title"` newline text; quotes inside the title stay."""
+    """Title (the first line, without its outer quotes) and text."""
     title, newline, text = contents.partition("\n")
     if not newline:
         return "", contents.strip()
@@ -195,16 +191,13 @@ def title_and_text(contents: str) -> tuple[str, str]:
 
 
 def wiki18(cfg: PublicConfig, build: Build) -> None:
-    """wiki-18, the corpus of Search-R1, ReSearch and FlashRAG: 21 M passages of 100 words.
-
-    Of Wikipedia in December 2018; the ids are the file's.
-    """
+    """wiki-18, the corpus of Search-R1 and ReSearch: 21 M passages of 100 words (December 2018)."""
 
     def passages() -> Iterator[dict]:
         for row in json_rows(build.paths["passages"]):
             if "contents" in row:
                 title, text = title_and_text(row.text("contents"))
-            else:  # FlashRAG's preprocess_wiki.py keeps the two apart
+            else:  # as FlashRAG's preprocess_wiki.py writes it
                 title, text = title_and_text(f"{row.text('title')}\n{row.text('text')}")
             build.counts["without_title"] += not title
             build.counts["without_text"] += not text
