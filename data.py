@@ -371,7 +371,7 @@ def with_gold(turns: list[Turn], passage_ids: Container[str], path: str) -> tupl
     return kept, len(turns) - len(kept)
 
 
-def _scorable(gold: str) -> bool:
+def scorable(gold: str) -> bool:
     """Whether normalisation leaves anything of an answer."""
     return any(
         c not in string.punctuation and unicodedata.category(c)[0] not in "CZ"
@@ -385,7 +385,7 @@ def read_questions(path: str) -> list[Question]:
     for number, row in read_jsonl(path):
         location = f"{path}:{number}"
         key = _id(_text(row, "id", location), "id", location, questions)
-        golds = list(filter(_scorable, as_texts(row.get("golden_answers")) or []))
+        golds = list(filter(scorable, as_texts(row.get("golden_answers")) or []))
         if not golds:
             raise DataError(
                 f"{location}: golden_answers of {key} must be a list of strings with one that is "

@@ -285,10 +285,9 @@ def graphrag(cfg: GraphragConfig, build: Build) -> None:
         key, text, answer = row.text("id"), row.line("question"), golden([row.text("answer")], row)
         seen[key] += 1
         key += f"-{seen[key]}" if seen[key] > 1 else ""
-        metadata = {"type": row.text("question_type")}
-        metadata |= {
-            k: row[k] for k in row if k not in ("id", "question", "answer", "question_type")
-        }
+        known = ("id", "question", "answer", "question_type")
+        metadata = {k: v for k, v in row.items() if k not in known}
+        metadata["type"] = row.text("question_type")
         splits.append(("test", Question(key, text, answer, metadata)))
     counts["questions"] = len(splits)
     build.write_splits(("test",), splits, judged={})

@@ -220,7 +220,10 @@ class Build:
 
         `judged`: record id → passage id → grade; None: the turns' golds with grade 1.
         """
-        rows = list(rows)
+        every = list(rows)
+        rows = [(s, r) for s, r in every if isinstance(r, Turn) or r.golden_answers and r.question]
+        if len(rows) < len(every):  # nothing could be asked or scored
+            self.counts["without_question_or_answer"] += len(every) - len(rows)
         ids = Counter(item_id(record) for _, record in rows)
         if twice := [key for key, count in ids.items() if count > 1]:
             raise DataError(f"id {twice[0]!r} occurs a second time; {CUT_OFF}")

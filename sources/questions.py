@@ -15,7 +15,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 import regex
 
-from data import Question, as_texts, one_line
+from data import Question, as_texts, one_line, scorable
 from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_rows
 
 # ---------------------------------------------------------------------------- pools of paragraphs
@@ -55,11 +55,11 @@ class Pool(dict[bytes, tuple[str, str]]):
 
 
 def golden(answers: list, row: Row) -> list[str]:
-    """The distinct non-blank answers, stripped."""
+    """The distinct answers that can be scored, stripped; the list may be empty."""
     texts = as_texts(answers)
     if texts is None:
         raise row.error(f"the answers are {str(answers)[:80]}; texts are expected there")
-    return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    return list(dict.fromkeys(text.strip() for text in texts if scorable(text)))
 
 
 def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:

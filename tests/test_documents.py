@@ -366,14 +366,16 @@ def graphrag_question(n, **changes):
 @pytest.mark.parametrize("folder", ["Datasets", "Datas", ""])
 def test_graphrag_bench(tmp_path, folder):
     rows = [graphrag_question(0), graphrag_question(1), graphrag_question(0, answer="Ben")]
-    rows[1] |= {"question_type": "Complex Reasoning", "evidence_triple": ["(a, b, c)"]}
+    rows[1] |= {"question_type": "Complex Reasoning", "evidence_triple": ["(a, b, c)"], "type": "x"}
+    rows.append(graphrag_question(2, answer="?!"))  # nothing could be scored
     corpus, questions_ = ("Corpus", "Questions") if folder else ("", "")
     put(tmp_path / "files" / folder / corpus / "novel.json", json.dumps(NOVELS))
     put(tmp_path / "files" / folder / questions_ / "novel_questions.json", json.dumps(rows))
     result = make(
         "graphrag-novel", tmp_path / "files", tmp_path / "out", strict=False, chunk_size=50
     )
-    assert (result["documents"], result["questions"], result["test_judged"]) == (2, 3, 0)
+    assert (result["documents"], result["questions"], result["test_judged"]) == (2, 4, 0)
+    assert (result["test_questions"], result["without_question_or_answer"]) == (3, 1)
     passages = jsonl_rows(tmp_path / "out/corpus.jsonl")
     assert [p["id"] for p in passages] == [f"graphrag-novel-c{i:05d}" for i in range(len(passages))]
     for novel in NOVELS:  # the passages of a document partition it, in order
