@@ -22,19 +22,8 @@ else
   paper="--prompts 128 --responses 16 --prompt-len 330 --new 386 --budget 8192 --recompute $recompute --gpu-memory 0.25 --steps 1 --index 25700592"
   memory="--prompts 64" index="" encode="passages=1000000"
 fi
-missing=""
 
-part() {  # NAME SECONDS CARDS SCRIPT …: one measurement; @OUT stands for the file that it writes
-  local name=$1 limit=$2 count=$3 status; shift 3
-  if [ -e "$name.json" ] || [ "$count" -gt "$cards" ]; then return; fi
-  if [ -e "$name.failed" ]; then missing+=" $name (failed)"; return; fi
-  if [ $((SECONDS + limit)) -gt "$budget" ]; then missing+=" $name"; return; fi
-  echo "$name on $count of $cards cards, at $SECONDS s"
-  timeout -k 15 "$limit" "$py" -m torch.distributed.run --standalone --nproc-per-node "$count" "$root/bench/$1" "${@:2}" > "$name.log" 2>&1
-  status=$?
-  if [ $status -eq 0 ] && [ -e "$name.part" ]; then mv "$name.part" "$name.json"; rm "$name.log"
-  else echo "  status $status: $name.failed"; mv "$name.log" "$name.failed"; missing+=" $name (failed)"; fi
-}
+. "$root/bench/parts.sh"
 update() {  # CARDS
   local against=""; [ ! -e update_1.json ] || against="--against update_1.json"
   part "update_$1" 200 "$1" update.py --shape "$shape" $update $against --out "update_$1.part"
@@ -67,4 +56,4 @@ for n in $between; do sync "$n"; step torch "$n"; done
 if [ "$cards" -ge 4 ] || [ "$shape" = tiny ]; then large gathered "$cards"; fi
 encode 1; paper 1
 if [ "$cards" -gt 4 ]; then large gathered 4; fi
-if [ -z "$missing" ]; then echo "everything is measured for $cards cards"; else echo "not measured yet:$missing"; exit 3; fi
+finished "for $cards cards"
