@@ -78,7 +78,7 @@ SIGNS = (
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Return why to stop (SIGNS), or None: the last `window` steps against the best window before.
+    """Compare the last `window` steps with the best window before: why to stop (SIGNS), or None.
 
     Window means ignore values that are not finite.
     """

@@ -27,8 +27,7 @@ def check_trackers(names: list[str]) -> None:
 class Trackers:
     """The trackers of a run whose next step is `first`; one that fails is dropped.
 
-    `out`/trackers.json keeps the run id and the last step, up to which only
-    TensorBoard, which purges its own, logs again.
+    `out`/trackers.json keeps the run id and the last step; wandb and trackio skip steps up to it.
     """
 
     def __init__(self, names: list[str], cfg, first: int):
