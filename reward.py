@@ -1,8 +1,7 @@
-"""Rewards of model-written text. Standard library only, no sibling: copy this file alone anywhere.
+"""Rewards of model-written text. The file copies out alone: it needs only the standard library.
 
-Sources: ConvSearch-R1 (arXiv 2505.15776, equations 1 and 2, and its released reward function),
-ReSearch (arXiv 2503.19470), the SQuAD scorer as FlashRAG has it. Parsing takes linear time; no
-exception becomes a low score.
+Sources: ConvSearch-R1 (arXiv 2505.15776, equations 1 and 2, released code), ReSearch (arXiv
+2503.19470), FlashRAG's SQuAD scorer. Parsing takes linear time. Errors never become low scores.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ TAGS = ("<think>", "</think>", "<rewrite>", "</rewrite>")
 
 
 def parse_response(text: str, parser: str = "strict") -> Parsed:
-    """Split a decoded response (special tokens removed) into its think block and its rewrite block.
+    """Split a decoded response (special tokens removed) into think and rewrite blocks.
 
-    strict: well formed when the stripped text is one think block, white space or nothing, and one
-    rewrite block that is not blank, and each tag occurs once; a malformed response has no rewrite.
-    paper: see `_parse_paper`.
+    strict: the stripped text must be a think block and a non-blank rewrite block, with only
+    whitespace between them and each tag once; else there is no rewrite. paper: see `_parse_paper`.
     """
     if parser == "paper":
         return _parse_paper(text)
@@ -50,11 +48,11 @@ def parse_response(text: str, parser: str = "strict") -> Parsed:
 
 
 def _parse_paper(text: str) -> Parsed:
-    r"""The original's two searches in training (its `rewrite_r1.py`), bodies as written.
+    r"""Parse as in the paper's training (`rewrite_r1.py`), without stripping.
 
-    Format: `<think>.*?</think>\n<rewrite>.*?</rewrite>$` matched at character 0; dot matches
-    newline, `$` every line end. Text: the first rewrite block anywhere. Written with `find`: the
-    expression takes quadratic time on repeated tags.
+    Well formed: `<think>.*?</think>\n<rewrite>.*?</rewrite>$` matches at the start (DOTALL,
+    MULTILINE). The rewrite is the first such block anywhere. The regex itself would take quadratic
+    time on repeated tags.
     """
     rewrite = _first_block(text, "rewrite")
     joint = "</think>\n<rewrite>"
@@ -67,8 +65,7 @@ def _parse_paper(text: str) -> Parsed:
 
 
 def parse_paper_inference(text: str) -> Parsed:
-    """The original's searches at inference (its `infer.py`): the first closed block of either kind,
-    anywhere, as written."""
+    """Parse as in the paper's inference (`infer.py`): the first block of each kind, unstripped."""
     think, rewrite = (_first_block(text, name) for name in ("think", "rewrite"))
     return Parsed(think, rewrite, think is not None and rewrite is not None)
 
@@ -83,7 +80,7 @@ def _first_block(text: str, name: str) -> str | None:
 
 
 def _rank(rank: int | None) -> float:
-    """The rank, an int >= 1, or infinity for None; ValueError for what the caller got wrong."""
+    """Return the rank, infinity for None; ValueError unless it is an int >= 1."""
     if rank is None:
         return math.inf
     try:  # numpy integers pass, floats do not
@@ -99,7 +96,7 @@ def _rank(rank: int | None) -> float:
 
 
 def rank_incentive(rank: int | None) -> float:
-    """The rank-incentive reward (ConvSearch-R1, equations 1 and 2) of the best gold passage's rank.
+    """Return the rank-incentive reward (ConvSearch-R1, equations 1 and 2) of the best gold rank.
 
     1 <= rank <= 10      (19 - rank) / 9       2.0 at rank 1, 1.0 at rank 10
     10 < rank <= 100     (100 - rank) / 90     0.9889 at rank 11, 0.0 at rank 100
@@ -112,8 +109,6 @@ def rank_incentive(rank: int | None) -> float:
 def _reward(
     value: Callable[[float], float], cutoff: float = math.inf
 ) -> Callable[[int | None], float]:
-    """A reward that is `value(rank)` up to the cut-off and 0.0 beyond it."""
-
     def reward(rank: int | None) -> float:
         rank = _rank(rank)
         return value(rank) if rank <= cutoff else 0.0
@@ -121,8 +116,8 @@ def _reward(
     return reward
 
 
-# The paper's ablation (figure 5, table 6), as functions of the best gold passage's rank alone: with
-# one gold they are the metrics of the same name.
+# The paper's ablation (figure 5, table 6), by the best gold passage's rank alone: with one gold
+# they equal the metrics of the same name.
 REWARDS: dict[str, Callable[[int | None], float]] = {
     "rank_incentive": rank_incentive,
     "reciprocal": _reward(lambda rank: 1 / rank),
@@ -141,9 +136,9 @@ def score_rewrite(
     reward: str = "rank_incentive",
     parser: str = "strict",
 ) -> float:
-    """REWARDS[reward](rank), or `malformed_reward` when the response does not parse.
+    """Return REWARDS[reward](rank), or `malformed_reward` if the response does not parse.
 
-    rank: of the best gold passage for this response's own rewrite; None beyond the cut-off.
+    rank: of the best gold passage for this rewrite; None beyond the cut-off.
     """
     if reward not in REWARDS:
         raise ValueError(f"reward is {reward!r}; choose one of {', '.join(REWARDS)}")
@@ -159,10 +154,10 @@ ANSWER_METRICS = ("em", "f1", "acc", "precision", "recall")  # in the order of F
 
 
 def normalize_answer(s: str) -> str:
-    """Fold, lower-case, delete ASCII punctuation, blank out a, an, the, collapse blanks (SQuAD).
+    """Normalise as SQuAD: lower-case, drop ASCII punctuation and articles, collapse blanks.
 
-    "1,000" is "1000"; accents count: "Cafe" is not "Café". Folding, which the SQuAD scorer lacks,
-    is NFKC (composed accents, full width, ligatures) without format characters (soft hyphen, BOM).
+    Beyond SQuAD, text is NFKC without format characters (soft hyphen, BOM). "1,000" is "1000";
+    "Cafe" is not "Café".
     """
     return _without_articles(_plain(s))
 
@@ -178,27 +173,27 @@ def _plain(s: str) -> str:
 
 
 def _comparable(s: str) -> str:
-    """`normalize_answer(s)`, but articles alone stay: of four choices "A" can be right."""
+    """Normalise, but keep articles that stand alone: "A" may be a choice."""
     return normalize_answer(s) or " ".join(_plain(s).split())
 
 
 def answer_metrics(
     prediction: str | None, golds: str | Iterable[str], published: bool = False
 ) -> dict[str, float]:
-    """The five scores of one answer (ANSWER_METRICS), each the maximum over the golds.
+    """Return ANSWER_METRICS of one answer, each the maximum over the golds.
 
-    em         the normalised prediction equals a normalised gold
-    f1         token F1 = 2PR / (P + R) of normalised words, counted as multisets
-    acc        "sub-EM": a gold is a substring of the prediction ("no" is in "nothing")
+    em         normalised prediction and gold are equal
+    f1         2PR / (P + R) of normalised words, counted as multisets
+    acc        the gold is a substring of the prediction ("no" is in "nothing")
     precision  P = common words / predicted words
     recall     R = common words / gold words
 
-    In f1, P and R a gold gives 0 when either side is exactly yes, no or noanswer and the two
-    differ. All are 0.0 for an empty or missing prediction. A gold that comes out empty ("???") is
-    passed over, one of articles alone ("A") is matched by just these.
+    f1, P and R are 0 where one side is yes, no or noanswer and the other differs. An empty
+    prediction scores 0. Golds that normalise to nothing ("???") are skipped; a gold of articles
+    ("A") matches only articles.
 
-    published: FlashRAG's own scores: SQuAD's normalisation alone, and a gold that comes out empty
-    equals an empty prediction and is found inside every other.
+    published: FlashRAG's own scores, by SQuAD's normalisation; a gold that normalises to nothing
+    equals an empty prediction and is part of every other.
     """
     texts = [prediction or "", *([golds] if isinstance(golds, str) else golds)]
     scores = dict.fromkeys(ANSWER_METRICS, 0.0)
@@ -234,7 +229,7 @@ def f1_score(prediction: str | None, golds: str | Iterable[str]) -> float:
 
 
 def gold_recall(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
-    """Share of the gold passages among `retrieved`, the ids of an episode's searches."""
+    """Return the share of gold passages in `retrieved`; ValueError without golds."""
     golds = set(gold_ids)
     if isinstance(retrieved, str) or isinstance(gold_ids, str) or not golds:
         raise ValueError(
@@ -244,12 +239,12 @@ def gold_recall(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
 
 
 def all_gold(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
-    """1.0 when every gold passage is among `retrieved`, else 0.0."""
+    """Return 1.0 if all gold passages are in `retrieved`, else 0.0."""
     return float(gold_recall(retrieved, gold_ids) == 1.0)
 
 
 def extract_answer(text: str) -> str | None:
-    """Content of the last closed <answer> block, stripped, or None."""
+    """Return the last closed <answer> block, stripped, or None."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start < 0:
         return None
@@ -257,18 +252,17 @@ def extract_answer(text: str) -> str | None:
     return text[start : text.index("</answer>", start)].strip()
 
 
-# An escaped brace is a character, and so is an escaped backslash, unless "\\boxed{" was written
-# with a doubled one.
+# Escaped braces and backslashes are plain characters, but "\\boxed{" may have a doubled backslash.
 _BRACES = re.compile(r"\\boxed\{|\\\\(?!boxed\{)|\\[{}]|[{}]")
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}` whose braces match, as written; None when there is none.
+    r"""Return the content of the last `\boxed{…}` with matching braces, unstripped, or None.
 
-    Of nested boxes the inner one is the last.
+    Of nested boxes, the inner one counts.
     """
     best = (-1, -1)
-    unclosed = []  # for each open brace: where the box's content starts, or -1 for a plain brace
+    unclosed = []  # per open brace: start of the box's content, or -1
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "{":
@@ -287,10 +281,9 @@ _SEARCH_FORM = re.compile(r"(?:<think></think>|<search></search>result)*<answer>
 def check_search_format(text: str) -> bool:
     r"""Is this response a well-formed search trajectory (ReSearch)?
 
-    The blocks think, search, result and answer do not nest; text around them is free. At least one
-    think block; one result block after each search block and nowhere else, whose content is not
-    read; one answer block, the last, with a matched `\boxed{…}`. The text cannot show that the
-    model invented a result, or ended with EOS.
+    It needs a think block, a result block after each search block and nowhere else, and one answer
+    block at the end with a closed `\boxed{…}`. Blocks do not nest; text around them and in results
+    is free. Invented results and a missing EOS are not detected.
     """
     if text.rfind("<result>") > text.rfind("</result>"):  # not closed
         return False
@@ -303,10 +296,9 @@ def check_search_format(text: str) -> bool:
 
 
 def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
-    """`check_search_format` of an episode as (text, written by the model?) pieces.
+    """Apply `check_search_format` to an episode's segments (text, written by the model?).
 
-    What the model did not write counts as one empty result block; a result tag that it wrote is
-    malformed.
+    Other segments count as empty result blocks; result tags by the model are malformed.
     """
     segments = list(segments)
     own = "".join(text for text, written in segments if written)
@@ -318,12 +310,12 @@ def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
 
 
 def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:
-    """What the answer of an episode earns for its `answer_metrics`.
+    """Return an episode's reward from its `answer_metrics`.
 
-    research   0 unless well formed (its end with EOS included), then the F1, or 0.1 where that is 0
-               (ReSearch's code; its paper has no format gate)
-    em         exact match without a format gate (Search-R1)
-    f1         F1 without a format gate (DeepSearch-RL, whose code doubles that of the first gold)
+    research   0 unless well formed (with EOS), else F1, or 0.1 if F1 is 0 (ReSearch's code; its
+               paper has no format gate)
+    em         exact match, no format gate (Search-R1)
+    f1         F1, no format gate (DeepSearch-RL, whose code doubles that of the first gold)
     """
     if reward == "research":
         return (scores["f1"] or 0.1) if well_formed else 0.0

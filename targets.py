@@ -1,8 +1,8 @@
-"""Targets of fine-tuning: the self-driven warm-up that makes them, and the rows they become.
+"""SFT targets: the self-driven warm-up that samples them, and their encoding as training rows.
 
-The warm-up (arXiv 2505.15776 §3.3): the model answers the training turns with the few-shot prompt,
-well-formed rewrites are searched, and a response whose gold passage is at rank <= max_rank becomes
-the `response` of a record, at most keep_per_turn a turn, best rank first. `cfg` is sft.SFTConfig.
+Warm-up (arXiv 2505.15776 §3.3): the model answers the training turns with the few-shot prompt, and
+responses whose rewrite finds a gold passage at rank <= max_rank become records, at most
+keep_per_turn per turn, best rank first. `cfg` is sft.SFTConfig.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from reward import parse_response
 
 
 def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> dict | None:
-    """Make `out` ready: remove `outputs` on overwrite, refuse those that other settings began. The
-    figures in the last of them, of a stage that is complete."""
+    """Prepare `out` and return the JSON in the last of `outputs`, or None if it must be made.
+
+    Removes `outputs` on overwrite; DataError if other settings began them. A collective.
+    """
     if dist.rank == 0:
         patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
         meta = os.path.join(cfg.out, f"{stage}.settings.json")
@@ -55,18 +57,18 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> d
 
 # ==================== warm-up
 
-SAMPLE_KEYS = (  # what decides the records
+SAMPLE_KEYS = (  # they decide the records
     "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
     "keep_per_turn"
 ).split()
-INFER_KEYS = (  # what sampling takes over as it is
+INFER_KEYS = (  # passed on to infer
     "model turns examples instruction temperature max_response_tokens max_prompt_tokens seed chunk "
     "engine"
 ).split()
 
 
 def sample_records(cfg, dist: Dist) -> dict:
-    """Write `records.jsonl` and `sample_stats.json`, if they are not there; the statistics."""
+    """Write `records.jsonl` and `sample_stats.json` if missing; return the statistics."""
     records_path = os.path.join(cfg.out, "records.jsonl")
     settings = runs.settings(cfg, SAMPLE_KEYS, ("model", "turns", "examples", "instruction"))
     settings |= retriever_settings(cfg.retriever)
@@ -88,7 +90,7 @@ def sample_records(cfg, dist: Dist) -> dict:
 
 
 def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
-    """Sample responses for the turns and search their rewrites: (records, statistics)."""
+    """Sample responses and search their rewrites; return (records, statistics)."""
     retriever = open_retriever(cfg.retriever)
     turns = data.read_turns(cfg.turns)
     turns, without_gold = data.with_gold(turns, retriever.passage_ids, cfg.turns)
@@ -122,8 +124,8 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
 
 
 def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
-    """((query id, sample) → rank of the well-formed rows whose search did not fail; number of
-    searches: equal rewrites of a turn are one, and each process has its share)."""
+    """Return {(query id, sample): rank} of well-formed rows without failed searches, and the number
+    of searches; equal rewrites of a turn are searched once. A collective."""
     golds = {t.query_id: t.gold_ids for t in turns}
     good = [row for row in rows if row["status"] == "ok"]
     searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
@@ -140,7 +142,7 @@ def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) ->
 def select_records(
     turns: list[Turn], rows: list[dict], good: dict[tuple[str, int], int], keep_per_turn: int
 ) -> list[dict]:
-    """Records of the responses in `good`: (query id, sample) → rank."""
+    """Make records of the responses in `good` ((query id, sample) → rank)."""
     samples: dict[str, list[dict]] = {}
     for row in rows:
         if (key := (row["query_id"], row["sample"])) in good:
@@ -162,18 +164,18 @@ def select_records(
 
 @dataclass(frozen=True)
 class Example:
-    """One training row."""
+    """A training row."""
 
     tokens: list[int]  # T+1
     loss_mask: list[int]  # T
     conversation_id: str
-    well_formed: bool = True  # the target of a turn: one think block and one rewrite block
+    well_formed: bool = True  # can a turn's target be parsed?
 
 
 def make_examples(
     records: list, tokenizer, cfg, path: str, agentic: bool = False
 ) -> tuple[list[Example], Counter]:
-    """Rows of turns, or of trajectories (`agentic`), and how many records were dropped why."""
+    """Encode turns, or trajectories if `agentic`; count dropped records by reason."""
     encode = partial(trajectory_example, tokenizer)
     if not agentic:
         instruction, eos_id = read_instruction(cfg.instruction), eos_token_ids(tokenizer)[0]
@@ -206,7 +208,7 @@ def make_examples(
 
 
 def turn_example(tokenizer, kind: str, instruction: str, eos_id: int, turn: Turn) -> Example | str:
-    """The row of a turn (zero-shot prompt, target, EOS), or why it has none."""
+    """Encode a turn as zero-shot prompt, target and EOS, or say why it is dropped."""
     target = getattr(turn, kind) or ""
     if not target.strip():
         return f"without {kind}"
@@ -218,14 +220,14 @@ def turn_example(tokenizer, kind: str, instruction: str, eos_id: int, turn: Turn
 
 
 def human_response(question: str, rewrite: str) -> str:
-    """A target made of a human rewrite, behind the words that it adds to the question."""
+    """Make a target of a human rewrite; the think block lists the words it adds."""
     known = set(question.lower().split())
     added = [word for word in rewrite.split() if word.lower() not in known]
     return response_text("missing: " + (" ".join(added) or "nothing"), rewrite)
 
 
 def trajectory_example(tokenizer, row: dict) -> Example | str:
-    """The row of a trajectory, whose assistant's turns are trained, or why it has none."""
+    """Encode a trajectory to train its assistant turns, or say why it is dropped."""
     if row.get("error"):
         return "failed for a technical reason"
     if row.get("end", "answered") not in ENDED:
@@ -240,7 +242,7 @@ def trajectory_example(tokenizer, row: dict) -> Example | str:
 def split_heldout(
     examples: list[Example], fraction: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out): whole conversations; the only one is never held out."""
+    """Split by conversation into (train, held out); a single one is never held out."""
     conversations = sorted({e.conversation_id for e in examples})
     random.Random(seed).shuffle(conversations)
     count = min(max(1, round(fraction * len(conversations))), len(conversations) - 1)

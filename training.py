@@ -1,4 +1,4 @@
-"""What both trainings stand on: a run's folder and its steps, loading, exports, the log."""
+"""What grpo.py and sft.py share: run folder, steps, checkpoints, loading, exports, logs."""
 
 from __future__ import annotations
 
@@ -38,50 +38,50 @@ BETAS = Range(
 
 @dataclass
 class TrainConfig:
-    """What the configurations of grpo.py and sft.py share."""
+    """Settings shared by grpo.py and sft.py."""
 
     model: str = ""
-    """Hugging Face folder or hub name to start from (of GRPO also the frozen KL reference); an
-    adapter's folder: trained further with the same `lora`, else merged"""
+    """Hugging Face folder or hub name to start from, and GRPO's KL reference; an adapter is trained
+    further (`lora` must be the same) or, without `lora`, merged"""
     out: str = ""
     """run folder (docs/operation.md lists its files)"""
     seed: int = 0
-    """of all draws"""
+    """random seed"""
     micro_batch_tokens: Annotated[int, at_least(1)] = 8192
-    """tokens per forward pass and process, a shared prompt once; never changes the result"""
+    """tokens per forward pass and process (a shared prompt counts once); results do not change"""
     lr: Annotated[float, above(0)] = 1e-5
     """peak learning rate of AdamW"""
     betas: Annotated[list[float], BETAS] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's"""
+    """AdamW betas"""
     weight_decay: Annotated[float, at_least(0)] = 0.01
-    """AdamW's, on all parameters"""
+    """of AdamW, on all parameters"""
     max_grad_norm: Annotated[float, above(0)] = 1.0
-    """gradients are scaled down to this global L2 norm"""
+    """clip gradients to this global L2 norm"""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """train an adapter"""
     gradient_checkpointing: Annotated[float, between(0, 1)] = 0.0
-    """share of the layers that recompute their activations: less memory, more work"""
+    """share of layers that recompute activations to save memory"""
     compile: bool = True
-    """on a GPU: torch.compile for layers and head (a minute or two in the first step)"""
+    """torch.compile layers and head on a GPU (a minute or two at first)"""
     save_every: Annotated[int, at_least(1)] = 50
     """steps between resumable checkpoints"""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
     """newest checkpoints kept"""
     export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of exported weights; an adapter's is float32"""
+    """dtype of exported weights; adapters are float32"""
     log_to: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    """trackers that get the rows of metrics.jsonl too (docs/operation.md)"""
+    """trackers that also get metrics.jsonl (docs/operation.md)"""
 
 
 class Stopped(RuntimeError):
-    """The run ended itself for a stated reason; its checkpoints are intact."""
+    """The run stopped itself; its checkpoints are intact."""
 
     exit_status = 3
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A training while it lasts."""
+    """State of a training run."""
 
     kept: ClassVar[str] = "best"  # folder of the best policy
     cfg: Any
@@ -89,13 +89,13 @@ class Run:
     tokenizer: Any
     policy: nn.Module
     optimizer: torch.optim.Optimizer
-    steps: int  # of the whole run
-    settings: dict  # what may not change in a continuation
+    steps: int  # total
+    settings: dict  # fixed on resume
     validate_every: int = 0  # steps; 0: never
-    metric: str = ""  # of a validation, by which the best policy is chosen
-    notes: dict[str, dict] = field(default_factory=dict)  # JSON files of its exports
+    metric: str = ""  # validation metric to choose the best policy
+    notes: dict[str, dict] = field(default_factory=dict)  # JSON files to export
     best: dict = field(default_factory=lambda: {"value": -math.inf, "step": -1})
-    history: list[dict] = field(default_factory=list)  # the log rows of all steps so far
+    history: list[dict] = field(default_factory=list)  # log rows so far
 
 
 # ==================== steps
@@ -104,10 +104,10 @@ class Run:
 def steps(
     run: Run, row: dict, validate: Callable[[Run, int], dict], noted: list[int]
 ) -> Iterator[int]:
-    """The steps, from 0, behind that of `row`; the caller adds the row of each to `history`.
+    """Yield the 0-based steps after `row`'s; the caller appends each one's row to `history`.
 
-    Between two: checkpoint, then validation (what fails there loses no step), log, guards, and the
-    end where a signal was noted.
+    After each: checkpoint, exit if a signal was noted, validate, log, guard. A failing validation
+    thus loses no step. A collective.
     """
     tracked = Trackers(run.cfg.log_to if run.dist.rank == 0 else [], run.cfg, row["step"])
     while True:
@@ -133,7 +133,7 @@ def steps(
 
 
 def due(run: Run, row: dict, every: int) -> bool:
-    """Is the row's step the last, or one of every so many?"""
+    """Is the row's step the last or a multiple of `every`?"""
     return row["step"] % every == 0 or row["step"] == run.steps
 
 
@@ -147,14 +147,14 @@ def checkpoint(run: Run, row: dict) -> None:
 
 
 def guard(run: Run) -> None:
-    """Stop a run with non-finite gradients or a collapsed policy; warn where nothing is learnt."""
+    """Raise Stopped on non-finite gradients or collapse; warn of flat groups."""
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
             f"step {recent[-1]['step']}: the gradient was not finite in three steps in a row; "
             f"begin anew in another out folder, with a lower lr (now {run.cfg.lr:g})"
         )
-    if not recent or "flat_groups" not in recent[-1]:  # fine-tuning samples nothing
+    if not recent or "flat_groups" not in recent[-1]:  # SFT samples nothing
         return
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
@@ -172,7 +172,7 @@ def guard(run: Run) -> None:
 
 
 def keep_best(run: Run, step: int, value: float, **figures: float) -> None:
-    """Export the policy where it is the best so far, with that record: both change at once."""
+    """Export the policy together with best.json if `value` is the best so far."""
     if value > run.best["value"]:
         run.best = {"value": value, "step": step, **figures}
         if step:  # the start exists already
@@ -180,7 +180,7 @@ def keep_best(run: Run, step: int, value: float, **figures: float) -> None:
 
 
 def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
-    """Write the policy to a Hugging Face folder of the run, or its adapter. A collective."""
+    """Export the policy or its adapter to the run's folder `name`. A collective."""
     folder, notes = os.path.join(run.cfg.out, name), run.notes | (notes or {})
     if run.cfg.lora.r:
         distributed.export_adapter(run.policy, run.tokenizer, folder, notes)
@@ -190,7 +190,7 @@ def export(run: Run, name: str, notes: dict[str, dict] | None = None) -> None:
 
 
 def resume(run: Run) -> dict:
-    """Go on from the newest checkpoint in `out`: its log row; {"step": 0} for a new run."""
+    """Load the newest checkpoint; return its log row, {"step": 0} if none. A collective."""
     cfg, dtype = run.cfg, getattr(torch, run.cfg.export_dtype)
     final, kept, metrics, rollouts = (
         os.path.join(cfg.out, name) for name in ("final", run.kept, "metrics.jsonl", "rollouts")
@@ -209,7 +209,7 @@ def resume(run: Run) -> dict:
     if run.dist.rank == 0:
         if not found:
             print0(f"{cfg.out} holds no checkpoint: the run begins at step 0")
-            shutil.rmtree(kept, ignore_errors=True)  # an earlier run's would pass for this one's
+            shutil.rmtree(kept, ignore_errors=True)  # it is an earlier run's
         config.save_config(cfg, os.path.join(cfg.out, "config.yaml"))
         log = runs.begin_metrics(metrics, row["step"] - 1 if found else None)
         runs.keep_steps(rollouts, row["step"])
@@ -228,7 +228,7 @@ def resume(run: Run) -> dict:
 
 
 def load_state(run: Run, folder: str, state: dict) -> dict:
-    """Fill the run from a checkpoint; the log row of its step."""
+    """Load a checkpoint; return its log row."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
             f"{folder} is no checkpoint of this version; finish the run with that which began it, "
@@ -251,7 +251,7 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
 
 
 class Clock:
-    """Seconds of the phases of a step, queued work included: `with clock("sample"): …`."""
+    """Times phases, including queued GPU work: `with clock("sample"): …`."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, {}
@@ -266,8 +266,10 @@ class Clock:
 
 
 def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[int]:
-    """Indices of the items of `step`, from 0: a fresh permutation each epoch, batches run across;
-    a function of its arguments alone, for a resumed run."""
+    """Return the item indices of 0-based `step`, the same in a resumed run.
+
+    Each epoch is a new permutation; batches may span epochs.
+    """
     out: list[int] = []
     for position in range(step * prompts_per_step, (step + 1) * prompts_per_step):
         epoch, offset = divmod(position, count)
@@ -279,8 +281,7 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
 
 
 def time_left(run: Run) -> str:
-    """What the steps to come take if they take what the last ones took; the first step, which warms
-    up and compiles, tells nothing."""
+    """Estimate the time left from the last 20 steps, without the first, which compiles."""
     phases = [f"seconds_{phase}" for phase in PHASES]
     took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[1:][-20:]]
     if not took:
@@ -301,8 +302,8 @@ def backward(
     gather_once: bool = True,
     reduce_each: bool = False,
 ) -> list[tuple]:
-    """Add up the gradients of `loss(micro)` = (loss, *figures) over micro-batches and ranks; all
-    figures."""
+    """Sum gradients of `loss(micro)` = (loss, *figures) over micro-batches and ranks; return the
+    figures. A collective."""
     measured = []
     for i, micro in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
@@ -315,17 +316,17 @@ def backward(
 
 
 def check_weights(engine, stats: dict) -> None:
-    """Raise where the engine samples from other weights than the trained ones."""
+    """Raise if the engine does not sample from the trained weights."""
     if not stats["skipped"]:
         check_engine_gap(stats["engine_gap"], stats["engine_gap_max"], engine.gap_limit)
         check_engine_follows(stats["engine_gap"], stats["start_gap"], engine.gap_limit)
 
 
 def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> None:
-    """Stopped where the engine still samples from the starting policy.
+    """Raise Stopped if the engine still samples from the starting policy.
 
-    engine_gap, start_gap: mean |log-probability of the trained, of the starting policy - of the
-    engine|. An adapter moves slowly: without it an engine stays far below `limit`.
+    engine_gap, start_gap: mean |log-probability difference| of the engine to the trained and to
+    the starting policy. With slow adapters, the gap may stay below `limit`.
     """
     if engine_gap > limit / 6 and engine_gap > 2 * start_gap:
         raise Stopped(
@@ -335,7 +336,7 @@ def check_engine_follows(engine_gap: float, start_gap: float, limit: float) -> N
 
 
 def sampling_figures(run, before) -> dict[str, float]:
-    """Prompt tokens that all engines computed and held since `before`; seconds of searches."""
+    """Sum all engines' prompt tokens since `before`; add search seconds. A collective."""
     names = ("prompt_tokens", "held_tokens")
     own = [getattr(run.engine.total, name) - getattr(before, name) for name in names]
     figures = dict(zip(names, map(int, distributed.all_reduce_sum(own))))
@@ -343,7 +344,7 @@ def sampling_figures(run, before) -> dict[str, float]:
 
 
 def rollout_rows(run, rollouts: list, scores: list, advantages: list, items: list) -> list[dict]:
-    """The step's rollouts of all ranks as they are written to rollouts/step_*.jsonl."""
+    """Return all ranks' rows of rollouts/step_*.jsonl. A collective."""
     first = run.dist.rank * len(items)
     rows = [
         {
@@ -362,7 +363,7 @@ def rollout_rows(run, rollouts: list, scores: list, advantages: list, items: lis
 
 
 def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
-    """Rank 0: the step's rollouts, its line, and two samples now and then."""
+    """On rank 0, write the rollouts and print the step, at times with samples."""
     if run.dist.rank:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
@@ -378,7 +379,7 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
 
 
 def summary(run) -> dict:
-    """The last line of a finished run."""
+    """Return the summary of a finished run."""
     rows = [row for _, row in data.read_jsonl(os.path.join(run.cfg.out, "metrics.jsonl"))]
     rewards = [row["reward"] for row in rows if row["step"]]
     tenth = max(1, len(rewards) // 10)
@@ -400,7 +401,7 @@ def summary(run) -> dict:
 
 # ==================== start
 
-FREE = (  # what may change in a continuation
+FREE = (  # may change on resume
     "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
     "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
     "export_dtype qrels log_to"
@@ -408,7 +409,7 @@ FREE = (  # what may change in a continuation
 
 
 def settings(cfg) -> dict:
-    """What may not change in a continuation, files by content."""
+    """Return what must not change on resume, files by digest."""
     decisive = [key for key in config.to_dict(cfg) if key not in FREE]
     return (
         {"engine.kind": cfg.engine.kind}
@@ -419,7 +420,7 @@ def settings(cfg) -> dict:
 
 
 def load(cfg, dist: distributed.Dist) -> dict:
-    """What grpo.Run holds beside its configuration."""
+    """Load the other fields of grpo.Run. A collective."""
     tokenizer = load_tokenizer(cfg.model)
     task = open_task(cfg, tokenizer, qrels=cfg.qrels)
     items, item_prompts = load_items(cfg, cfg.train, task)
@@ -459,8 +460,8 @@ def load(cfg, dist: distributed.Dist) -> dict:
 
 
 def load_items(cfg, path: str, task: Task) -> tuple[list, list[list[int]]]:
-    """The turns or questions of a file with their prompts, none where no file is given; those of
-    too many tokens are left out and counted."""
+    """Read items and their prompts (token ids), without prompts above max_prompt_tokens; DataError
+    if none is left."""
     if not path:
         return [], []
     limit, pairs = cfg.max_prompt_tokens, [(i, task.prompt(i)) for i in task.rewarded_items(path)]
@@ -482,7 +483,7 @@ def warn_of_overlap(train: list, dev: list) -> None:
 
 
 def load_policy(cfg, cuda: bool, keep_start: bool = False) -> nn.Module:
-    """The model to train, on the CPU: float32, or with the adapter that `lora` asks for."""
+    """Load the policy to the CPU, in float32, or bfloat16 for an adapter on a GPU."""
     if adapter_base(cfg.model) and not cfg.lora.r:
         print0(f"{cfg.model} is an adapter: it is merged, all weights are trained")
     return load_causal_lm(
@@ -498,11 +499,11 @@ def load_policy(cfg, cuda: bool, keep_start: bool = False) -> nn.Module:
 
 
 def load_models(cfg, dist: distributed.Dist, tokenizer, longest: int) -> tuple:
-    """(policy, reference or None, engine): policy and reference sharded over the ranks."""
+    """Return sharded policy, sharded reference or None, and engine. A collective."""
     cuda = dist.device.type == "cuda"
     dtype, compiled = torch.bfloat16 if cuda else torch.float32, cuda and cfg.compile
     ends = end_and_pad_ids(cfg.model, tokenizer)
-    engine = open_engine(  # while the card is empty: vLLM measures what is free
+    engine = open_engine(  # first, as vLLM measures free memory
         *(cfg.engine, cfg.model, tokenizer, *ends, dist.device, longest, cfg.seed, dtype),
         weights=False,  # the first sync brings them
     )

@@ -1,6 +1,6 @@
-"""Files of predicted answers (tasks search and agent), their scores, FlashRAG's two result files.
+"""Predicted answers (tasks search and agent): their files, scores, and FlashRAG's result files.
 
-A question without a prediction, and one whose episode failed for a technical reason, score zero.
+Questions without a prediction, or whose episode failed, score zero.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from scoring.ranking import Scores
 
 
 def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str, dict]]:
-    """(location, id, row) of the `sample`th row of each id in a JSONL file, or a `.json` array.
+    """Yield (location, id, row) for the rows numbered `sample` of a JSONL file or `.json` array.
 
-    A row's number is its `sample`, or stands behind `#` in its `rollout_id`, or is 0. DataError: no
-    such row, a wrong id or number, an id that occurs twice.
+    The number is the row's `sample`, else what follows `#` in its `rollout_id`, else 0.
+    DataError: no such row, an invalid id or number, a repeated id.
     """
     rows = ((f"{path}:{number}", row) for number, row in read_jsonl(path))
     seen: set[str] = set()
@@ -44,13 +44,13 @@ def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str,
 
 @dataclass
 class Prediction:
-    """What a system answered to one question; None where its file does not tell."""
+    """A system's answer to a question; fields that its file lacks are None."""
 
-    answer: str  # "" where nothing could be extracted
-    response: str | None = None  # the text that the answer was taken from
+    answer: str  # "" if none was extracted
+    response: str | None = None  # text that holds the answer
     well_formed: bool | None = None
     searches: int | None = None
-    retrieved: list[str] | None = None  # ids of the passages that the episode was shown
+    retrieved: list[str] | None = None  # ids of the passages shown
     error: str | None = None  # a technical failure
 
 
@@ -58,9 +58,9 @@ KINDS = {"response": str, "well_formed": bool, "searches": int, "retrieved": lis
 
 
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
-    """Question id → prediction, from JSONL, or from FlashRAG's intermediate_data.json.
+    """Read {question id: prediction} from JSONL or FlashRAG's intermediate_data.json.
 
-    A row is {"id", "prediction"}, one of infer.py, or FlashRAG's {"id", "output": {"pred"}}.
+    The answer is the first of `pred`, `prediction` and `output.pred` in a row.
     """
     predictions: dict[str, Prediction] = {}
     for location, question, row in rows_of_sample(path, "id", sample):
@@ -91,9 +91,10 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
 ) -> dict[str, Scores]:
-    """Per-question scores in three groups, each with its own denominator: `answers` of all
-    questions (and `well_formed` where the file tells it), `searches` of the episodes that there
-    are, `golds` of the judged questions (`golds`: id → relevant passage ids).
+    """Return per-question scores in three groups with different denominators.
+
+    `answers`: all questions; `searches`: those whose searches are counted; `golds`: those with
+    relevant passages in `golds` (id → passage ids), if any prediction has `retrieved`.
     """
     formed = any(p.well_formed is not None for p in predictions.values())
     retrieved = any(p.retrieved is not None for p in predictions.values())
@@ -116,7 +117,7 @@ def score_predictions(
 def count_predictions(
     predictions: dict[str, Prediction], questions: list[Question]
 ) -> dict[str, int]:
-    """`questions`, `missing`, `errors`, and `extra`: predictions for other questions."""
+    """Count `questions`, `missing`, `errors`, and `extra` predictions."""
     known = {question.id for question in questions}
     return {
         "questions": len(known),
@@ -127,10 +128,10 @@ def count_predictions(
 
 
 def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -> None:
-    """`metric_score.txt` and `intermediate_data.json` as FlashRAG writes them, to the byte.
+    """Write `metric_score.txt` and `intermediate_data.json` byte for byte as FlashRAG does.
 
-    path: the questions file, whose rows are carried over whole. The scores are FlashRAG's own
-    (`answer_metrics(published=True)`); an episode that failed scores as an empty answer.
+    path: questions file, whose rows are copied. Scores: `answer_metrics(published=True)`; a failed
+    episode scores as an empty answer.
     """
     items, totals = [], dict.fromkeys(ANSWER_METRICS, 0.0)
     for _, row in read_jsonl(path):
@@ -139,7 +140,7 @@ def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -
         golds = list(map(str, golds)) if isinstance(golds, list) else str(golds)
         score = answer_metrics("" if found.error else found.answer, golds, published=True)
         totals = {name: totals[name] + score[name] for name in totals}
-        # FlashRAG starts f1, precision and recall from a whole 0
+        # FlashRAG's zero f1, precision and recall are integers
         values = {name: score[name] or (0.0 if name in ("em", "acc") else 0) for name in totals}
         response = {} if found.response is None else {"final_response": found.response}
         items.append(row | {"output": response | {"pred": found.answer, "metric_score": values}})

@@ -1,4 +1,4 @@
-"""Where in a conversation a system gains: queries grouped by turn depth and by topic switch."""
+"""Groups of queries by turn depth and by topic switch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ TOPICS = ("first turn", "same topic", "topic switch", "unknown")
 
 
 def by_depth(turns: list[Turn]) -> dict[str, str]:
-    """Query id → one of DEPTHS: the turn's number within its conversation."""
+    """Map query ids to DEPTHS: the turn's number in its conversation."""
     return {t.query_id: DEPTHS[min(t.turn, 11)] for t in turns}
 
 
 def by_topic(turns: list[Turn], titles: dict[str, str]) -> dict[str, str]:
-    """Query id → one of TOPICS, against the turn before in the file.
+    """Map query ids to TOPICS, compared with the conversation's previous turn in the file.
 
-    Topics are the data's own `topic` (TopiOCQA), else the titles of the gold passages (`titles`:
-    passage id → title); a switch is a turn that shares none with the turn before, unknown where
-    either has none or where the file left the turn before out.
+    Topics are the turn's `topic` (TopiOCQA), else the titles of its gold passages (`titles`: id →
+    title). A switch shares none with the previous turn; if that is absent, or either turn has no
+    topic, it is unknown.
     """
 
     def topics(turn: Turn) -> set[str]:
@@ -42,16 +42,16 @@ def by_topic(turns: list[Turn], titles: dict[str, str]) -> dict[str, str]:
 
 
 def gold_titles(corpus: str, turns: list[Turn]) -> dict[str, str]:
-    """Passage id → title of the turns' gold passages, from a corpus file; the untitled left out."""
+    """Read the titles of the turns' gold passages from a corpus: id → title."""
     golds = {g for turn in turns for g in turn.gold_ids}
     return {p.id: p.title for p in read_corpus(corpus) if p.id in golds and p.title}
 
 
 def groups(turns: list[Turn], corpus: str, queries: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Kind ("depth", "topic") → label → queries of it, the labels in reading order.
+    """Return {"depth" or "topic": {label: queries}}, labels in order.
 
-    corpus: file whose titles tell topic switches where turns have no topic, or empty. A kind with
-    fewer than two labels beside "unknown" is left out.
+    corpus: file with titles, for turns without a topic; may be empty. A kind with fewer than two
+    labels besides "unknown" is left out.
     """
     titled = corpus and not all(turn.extra.get("topic") for turn in turns)
     titles = gold_titles(corpus, turns) if titled else {}

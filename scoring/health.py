@@ -1,8 +1,7 @@
-"""Figures of a training step from its rollouts as they are written to disk, the lines that a run
-prints, and the signs of a collapsed policy.
+"""Metrics of a training step, log lines, and signs of a collapsed policy.
 
-A row is one rollout: group, reward (None: it failed for a technical reason), advantage,
-well_formed, tokens, end; rank and rewrite, or `episodes.episode.episode_figures`.
+A row is a rollout as logged: group, reward (None: technical failure), advantage, well_formed,
+tokens, end; and rank and rewrite, or `episodes.episode.episode_figures`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Sequence
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """The mean of what is there and finite; NaN where nothing is."""
+    """Average the finite values; NaN if there are none."""
     there = [v for v in values if v is not None and math.isfinite(v)]
     return sum(there) / len(there) if there else math.nan
 
 
 def step_figures(rows: list[dict]) -> dict[str, float]:
-    """Reward, format, ranks or answers, lengths, flat groups and failures of a step (all ranks)."""
+    """Compute the metrics of a step from the rollouts of all ranks."""
     scored = [r for r in rows if r["reward"] is not None]
     flat: dict[int, bool] = {}
     for r in scored:
@@ -38,7 +37,7 @@ def step_figures(rows: list[dict]) -> dict[str, float]:
 
 
 def rank_means(rows: list[dict]) -> dict[str, float]:
-    """Retrieval by the rewrites of a step, and their length in words."""
+    """Retrieval metrics and mean length in words of the rewrites."""
     n, ranks = max(1, len(rows)), [r["rank"] for r in rows if r["rank"] is not None]
     return {
         "hit@1": sum(k == 1 for k in ranks) / n,
@@ -54,12 +53,12 @@ ENDS = ("answered", "no_answer", "length", "rounds")  # of episodes that did not
 
 
 def answer_means(rows: Sequence[dict]) -> dict[str, float]:
-    """Means of episodes' figures (NaN where none has one), and the share that ended in each way."""
+    """Average ANSWER_KEYS (NaN without values); add the share of each end."""
     ends = {f"end_{end}": mean([row["end"] == end for row in rows]) for end in ENDS}
     return {key: mean([row[key] for row in rows]) for key in ANSWER_KEYS} | ends
 
 
-# figure, its best before, when it tells of a collapse (entropy: babble), in words
+# metric, best of the earlier windows, test for collapse (high entropy: babble), words
 SIGNS = (
     (
         "format_rate",
@@ -79,9 +78,9 @@ SIGNS = (
 
 
 def collapse_reason(history: list[dict], window: int = 10) -> str | None:
-    """Why the run should stop (SIGNS), by its last `window` steps against the best window before.
+    """Compare the last `window` steps with the best window before: why to stop (SIGNS), or None.
 
-    Figures that are not finite are left out of a window's mean.
+    Window means ignore values that are not finite.
     """
     if len(history) < 2 * window:
         return None
@@ -99,7 +98,7 @@ PHASES = ("sample", "reward", "reference", "update", "sync")
 
 
 def step_line(row: dict, steps: int, left: str) -> str:
-    """The line that a step prints; `left`: the time that the others take."""
+    """Format the log line of a step; `left` is the remaining time."""
     keys = ("mrr", "hit@1") if "mrr" in row else ("f1", "em", "all_gold", "searches")
     keys = ("reward", *keys, "format_rate", "kl", "entropy", "flat_groups", "clipped")
     shown = " | ".join(f"{key} {row[key]:.3f}" for key in keys)
@@ -112,7 +111,7 @@ def step_line(row: dict, steps: int, left: str) -> str:
 
 
 def validation_line(figures: dict, step: int, steps: int, best: dict, seconds: float) -> str:
-    """The line of a validation; `best`: the best value and its step so far."""
+    """Format the log line of a validation; `best` has the best value and step."""
     keys = ("mrr", "ndcg@3", "recall@10", "recall@100")
     if "dev_f1" in figures:
         keys = ("f1", "em", "gold_recall", "all_gold", "searches")

@@ -1,7 +1,6 @@
-"""A judge: a language model is asked whether an answer agrees with the golden answers.
+"""LLM judge: a model decides whether answers agree with the golden answers, as in ReSearch.
 
-ReSearch reports such a column beside EM. Any server of OpenAI's chat completions will do, such as
-`vllm serve`; a key is read from OPENAI_API_KEY alone.
+It runs behind OpenAI's chat completions API (`vllm serve`); the key comes from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ Reply with one JSON object and nothing else: \
 {{"rationale": "one sentence", "judgement": "correct" or "incorrect"}}"""
 
 JUDGEMENTS = ("correct", "incorrect")
-TEMPERATURES = (0.0, 0.5, 1.0)  # of the tries to get a reply of that form
-GIVE_UP = 20  # failures, after which a judge that has not given a verdict meanwhile is given up
+TEMPERATURES = (0.0, 0.5, 1.0)  # one attempt each, until a reply parses
+GIVE_UP = 20  # failures in a row, or before any verdict, that end the run
 
 
 def case_prompt(question: Question, answer: str) -> str:
@@ -45,12 +44,11 @@ def case_prompt(question: Question, answer: str) -> str:
 
 
 def parse_verdict(reply: str) -> dict | None:
-    """{"rationale", "judgement"} of a reply that is this object, behind a think block or in a fence
-    where it has them; else None."""
+    """Parse {"rationale", "judgement"}, also fenced or after thinking; None if malformed."""
     text = reply.rpartition("</think>")[2].strip()
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.DOTALL)
     try:
-        row = json.loads(fenced[1] if fenced else text, strict=False)  # line ends in a text
+        row = json.loads(fenced[1] if fenced else text, strict=False)  # newlines in strings
     except (ValueError, RecursionError):  # nested too deeply
         return None
     if not isinstance(row, dict) or row.get("judgement") not in JUDGEMENTS:
@@ -59,35 +57,35 @@ def parse_verdict(reply: str) -> dict | None:
 
 
 def chat_address(url: str) -> str:
-    """Where `chat/completions` is found: `url` without it; of a server alone its `/v1`."""
+    """Return the base URL of `chat/completions`; a bare host gets `/v1`."""
     url = url.rstrip("/").removesuffix("/chat/completions")
     return f"{url}/v1" if re.fullmatch(r"https?://[^/]+", url) else url
 
 
 class Judge:
-    """Asks `model` at `url`, and keeps its verdicts in the file `path`, by model and prompt."""
+    """Asks `model` at `url` and keeps its verdicts in the JSONL file `path`."""
 
     def __init__(self, url: str, model: str, path: str, timeout: float, requests: int):
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else None
         self.service = Service(chat_address(url), timeout, retries=4, headers=headers)
         self.model, self.path, self.requests = model, path, requests
-        self.away = 0  # requests in a row that had no answer
+        self.away = 0  # consecutive requests without a reply
 
     def ask(self, prompt: str) -> dict:
-        """The verdict on one answer; RetrieverError where there is none."""
+        """Return the verdict on a prompt; RetrieverError if there is none."""
         message = {"role": "user", "content": prompt}
         body = {"model": self.model, "messages": [message], "max_tokens": 2048}
         for temperature in TEMPERATURES:
             body["temperature"] = temperature
-            tries = 1 if self.away else None  # until the server is back
+            tries = 1 if self.away else None  # no retries while it is away
             try:
                 reply = self.service.fetch("chat/completions", body, tries)
                 self.away = 0
             except RetrieverAway:
                 self.away += 1
                 raise
-            with contextlib.suppress(KeyError, IndexError, TypeError):  # no chat completion
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # not a completion
                 reply = str(reply["choices"][0]["message"]["content"])
                 if verdict := parse_verdict(reply):
                     return verdict
@@ -97,9 +95,9 @@ class Judge:
         )
 
     def verdicts(self, prompts: Iterable[str]) -> tuple[dict[str, str], dict[str, RetrieverError]]:
-        """(prompt → judgement, prompt → why there is none), asked for where the file has none.
+        """Return {prompt: judgement} and {prompt: error}; asks only for what the file lacks.
 
-        The error itself where the judge is away, or gives no verdict at all.
+        RetrieverError: the judge is away, or gives no verdict at all.
         """
         folder, name = os.path.split(self.path)
         with only_writer(folder, name):
@@ -122,7 +120,7 @@ class Judge:
         return known, failures
 
     def _ask_all(self, prompts: list[str], known: dict, f: TextIO) -> dict[str, RetrieverError]:
-        """Ask for verdicts, `requests` at a time, into `known` and the file; the failures."""
+        """Add verdicts to `known` and the file, `requests` at a time; return failures."""
         failures: dict[str, RetrieverError] = {}
         progress = Progress(len(prompts), "judge", "answers")
         pool = ThreadPoolExecutor(self.requests)
@@ -141,7 +139,7 @@ class Judge:
                         raise
                 progress.update(1)
         except BaseException:
-            self.service.retries = 0  # what is under way ends with its present try
+            self.service.retries = 0  # requests under way are not retried
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -151,9 +149,9 @@ class Judge:
     def score(
         self, predictions: dict[str, Prediction], questions: list[Question]
     ) -> tuple[Scores, int]:
-        """(question id → {"judge": 0 or 1}, questions without a verdict, which are not in it).
+        """Return {question id: {"judge": 0 or 1}} and the number of questions without a verdict.
 
-        A question without an answer, and one whose episode failed, has 0 and is not asked for.
+        Questions without an answer, or whose episode failed, score 0 without a request.
         """
         said = {key: p.answer.strip() for key, p in predictions.items() if not p.error}
         prompts = {q.id: case_prompt(q, said[q.id]) for q in questions if said.get(q.id)}

@@ -1,7 +1,6 @@
-"""All pictures, as SVG text: curves, stacked shares, intervals and dots.
+"""SVG plots: curves, stacked layers, intervals and dots.
 
-A page embeds them as figures (`Picture.figure`), the README as files (`standalone`); their colours
-are in plots.css.
+Pages embed `Picture.figure`, the README files by `standalone`. plots.css has the colours.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Sequence
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT = 400, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 390, 20, 164
-POINTS = 300  # a curve of more is shown by means of neighbours
+POINTS = 300  # most points of a curve
 Points = list[tuple[float, float]]
 
 
@@ -28,7 +27,7 @@ def asset(name: str) -> str:
 
 
 def number(value: float, percent: bool = False) -> str:
-    """A figure in few characters."""
+    """Format a number briefly."""
     if percent:
         return f"{100 * value:.1f}".removesuffix(".0") + " %"
     if value == 0 or 0.001 <= abs(value) < 1000:
@@ -37,7 +36,7 @@ def number(value: float, percent: bool = False) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round values that cover low … high, about `count` of them."""
+    """About `count` round values that cover [low, high]."""
     rough = (high - low) / count
     scale = 10.0 ** math.floor(math.log10(rough))
     step = next(scale * k for k in (1, 2, 2.5, 5, 10) if scale * k >= rough * 0.999)
@@ -46,7 +45,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Points) -> Points:
-    """At most POINTS points, each the mean of neighbours."""
+    """Average neighbours to get at most POINTS points."""
     size = math.ceil(len(points) / POINTS)
     parts = [points[i : i + size] for i in range(0, len(points), size)] if size else []
     return [tuple(sum(column) / len(part) for column in zip(*part)) for part in parts]
@@ -54,7 +53,7 @@ def thinned(points: Points) -> Points:
 
 @dataclass
 class Series:
-    """A curve, perhaps with a dot at every point, faint, or with (x, low, high) around it."""
+    """A curve; `band` holds (x, low, high)."""
 
     name: str
     points: Points
@@ -65,7 +64,7 @@ class Series:
 
 @dataclass
 class Picture:
-    """SVG of WIDTH × `height`, with what a page says around it and reads out at the cursor."""
+    """SVG body of WIDTH × `height`, with title, unit, key and read-out values."""
 
     title: str
     body: str
@@ -75,7 +74,7 @@ class Picture:
     height: int = HEIGHT
 
     def figure(self, note: str = "", alarm: bool = False) -> str:
-        """An HTML figure; `note` says what to watch, and `alarm` that it is time to."""
+        """Return an HTML figure; `note` says what to watch, `alarm` highlights it."""
         keys = "".join(
             f'<span class=key><svg viewBox="0 0 10 10"><rect class="{colour}" width="10" '
             f'height="10" rx="2"/></svg>{html.escape(name)}</span>'
@@ -97,7 +96,7 @@ class Picture:
 
 
 def standalone(pictures: Sequence[Picture], label: str) -> str:
-    """One SVG file of pictures side by side, with titles and keys; `label` says what it shows."""
+    """Return an SVG file of pictures side by side; `label` is its aria-label."""
     parts = []
     for n, picture in enumerate(pictures):
         x = n * (WIDTH + 20)
@@ -123,7 +122,7 @@ def text(x: float, y: float, words: str, classes: str = "") -> str:
 
 
 class Frame:
-    """Data to coordinates: x from x0 to x1, y over round values around `values`."""
+    """Maps data to SVG coordinates; `names` replace the ticks of the y axis."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class Frame:
         return BOTTOM - (BOTTOM - TOP) * (value - self.y0) / (self.y1 - self.y0)
 
     def axes(self) -> str:
-        """Grid lines, the values at the left, the steps below."""
+        """Grid lines, y labels and step labels."""
         parts = []
         for mark, name in self.marks:
             y = self.y(mark)
@@ -163,7 +162,7 @@ class Frame:
         return "".join(parts)
 
     def values(self, series: dict[str, Points], percent: bool) -> dict:
-        """What the read-out at the cursor needs."""
+        """Data for the cursor read-out."""
         rounded = {n: [[x, float(f"{y:.4g}")] for x, y in points] for n, points in series.items()}
         left, right = self.x(self.x0), self.x(self.x1)
         return {"left": left, "right": right, "percent": percent, "series": rounded}
@@ -180,7 +179,7 @@ def curves(
     unit: str = "",
     best: tuple[float, float] | None = None,
 ) -> Picture:
-    """Curves over steps; `best`: a point to mark."""
+    """Plot curves over steps and mark the point `best`."""
     shown = [(4 if s.faint else i, s, thinned(s.points)) for i, s in enumerate(series)]
     bands = [edge for s in series for edge in s.band]
     xs = [x for _, _, points in shown for x, _ in points]
@@ -210,7 +209,7 @@ def curves(
 
 
 def rolling(points: Points, window: int) -> tuple[Points, list[tuple[float, float, float]]]:
-    """Means of `window` neighbours, and (x, low, high): 95 % by the standard error between them."""
+    """Return rolling means, and (x, low, high) of their 95 % intervals."""
     means, band = [], []
     for i in range(len(points)):
         near = [y for _, y in points[max(0, i - window // 2) : i + window // 2 + 1]]
@@ -221,14 +220,14 @@ def rolling(points: Points, window: int) -> tuple[Points, list[tuple[float, floa
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error (0 for a single value)."""
+    """Return the mean and its standard error (0 for a single value)."""
     mean, n = sum(values) / len(values), len(values)
     squares = sum((v - mean) ** 2 for v in values)
     return mean, math.sqrt(squares / (n - 1) / n) if n > 1 else 0.0
 
 
 def trend(title: str, points: Points, unit: str = "") -> Picture:
-    """A figure of every step, faint, and its rolling mean with the 95 % interval."""
+    """Plot a metric with its rolling mean and 95 % interval."""
     window = max(3, len(points) // 10 | 1)
     if len(points) < 2 * window:
         return curves(title, [Series(title, points, dots=True)], unit=unit)
@@ -245,10 +244,10 @@ def stack(
     colour: str = "f",
     unit: str = "",
 ) -> Picture:
-    """Layers on top of each other, a column a step, the first at the bottom; `colour`: f, or b for
-    outcomes from good to bad.
+    """Plot stacked layers by step, the first at the bottom.
 
-    The few columns that stand out by far (a first step that compiles) are cut off.
+    colour: f, or b for outcomes from good to bad. Unless `percent`, columns are cut at 1.2 times
+    the 95th percentile.
     """
     columns = thinned(list(zip(steps, *layers.values())))
     steps, *values = zip(*columns)
@@ -278,7 +277,7 @@ def stack(
 def dots(
     title: str, points: Sequence[tuple[float, float, int]], names: list[tuple[float, str]]
 ) -> Picture:
-    """A dot for every (step, height, band), equal ones side by side; `names` of the heights."""
+    """Plot (step, height, band) as dots, equal ones side by side; `names` label the heights."""
     first, last = min(p[0] for p in points), max(p[0] for p in points)
     frame = Frame([first - 0.5, last + 0.5], [y for y, _ in names], names=names)
     steps = sorted({p[0] for p in points})
@@ -299,8 +298,7 @@ def intervals(
     rows: Sequence[tuple[str, Sequence[tuple[float | None, Sequence[float] | None]]]],
     names: Sequence[str] = (),
 ) -> Picture:
-    """Shares as dots with bars, in rows: (label, a (value, (low, high) or None) for each of
-    `names`)."""
+    """Plot shares; rows are (label, (value, (low, high) or None) for each of `names`)."""
     edges = [v for _, cells in rows for value, ci in cells for v in (value, *(ci or ()))]
     edges = [v for v in edges if v is not None] or [0.0]
     low = min(0.0, *edges)
@@ -332,7 +330,7 @@ def intervals(
 
 
 def page(title: str, body: str, facts: dict | None = None, scripts: str = "") -> str:
-    """An HTML page in page.html's frame; `facts` and `scripts` are for its rollouts."""
+    """Fill in page.html; `facts` and `scripts` are for the rollouts."""
     parts = {"title": html.escape(title), "body": body, "scripts": scripts}
     parts["style"] = asset("plots.css")
     parts["facts"] = json.dumps(facts or {}).replace("<", "\\u003c")

@@ -1,8 +1,7 @@
 """TREC runs and qrels: MRR, NDCG and recall by pytrec_eval, bootstrap intervals, paired tests.
 
-docs/metrics.md has the rules. Results are ranked by score in double precision, equal scores by
-passage id, descending, as trec_eval does. pytrec_eval, which keeps scores in single precision, is
-handed that ranking.
+As in trec_eval, equal scores are ordered by descending passage id. pytrec_eval, which has single
+precision, gets the ranking by double precision. See docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Qrels = dict[str, dict[str, int]]  # query id → passage id → gain
 Scores = dict[str, dict[str, float]]  # query id → metric → value
 
 METRICS = ("mrr", "mrr@3", "ndcg@3", "recall@5", "recall@10", "recall@20", "recall@100")
-DEPTH = 100  # results of a query that count
+DEPTH = 100  # results scored per query
 # the paper's columns
 PRINTED = {"mrr": "MRR@3", "ndcg@3": "NDCG@3", "recall@10": "R@10", "recall@100": "R@100"}
 
@@ -32,7 +31,7 @@ PRINTED = {"mrr": "MRR@3", "ndcg@3": "NDCG@3", "recall@10": "R@10", "recall@100"
 
 
 def _read(path: str, names: str, name: str, convert: Callable, rule: str) -> dict[str, dict]:
-    """Query → passage → what `convert` makes of a TREC file's column `name`; None breaks `rule`."""
+    """Read {query: {passage: convert(column `name`)}}; DataError if `convert` returns None."""
     table: dict[str, dict[str, float]] = {}
     columns = names.split()
     for number, line in read_lines(path):
@@ -40,7 +39,7 @@ def _read(path: str, names: str, name: str, convert: Callable, rule: str) -> dic
         if cells == [""]:
             continue
         location = f"{path}:{number}"
-        if "\0" in line:  # pytrec_eval cuts an id there, and may crash over two that are equal then
+        if "\0" in line:  # pytrec_eval cuts ids here, and may crash if two become equal
             raise DataError(f"{location}: a NUL character in {line[:60]!r}; the file is damaged")
         if len(cells) != len(columns):
             raise DataError(
@@ -60,7 +59,7 @@ def _read(path: str, names: str, name: str, convert: Callable, rule: str) -> dic
 
 
 def _gain(text: str) -> int | None:
-    # pytrec_eval allocates for every grade up to the greatest
+    # pytrec_eval allocates memory up to the largest gain
     return int(text) if re.fullmatch("[+-]?[0-9]{1,4}", text) else None
 
 
@@ -72,20 +71,20 @@ def _score(text: str) -> float | None:
 
 
 def read_qrels(path: str) -> Qrels:
-    """Judgments from a TREC file of four columns; ids stay strings ("007" is not "7")."""
+    """Read four-column TREC qrels; ids stay strings ("007" is not "7")."""
     return _read(
         path, "query-id 0 passage-id gain", "gain", _gain, "an integer of at most 4 digits"
     )
 
 
 def read_run(path: str) -> Run:
-    """A TREC run of six columns, best first by score; the rank column is not read."""
+    """Read a six-column TREC run, sorted by score; the rank column is ignored."""
     run = _read(path, "query-id Q0 passage-id rank score tag", "score", _score, "a number")
     return {query: rank_results(query, list(results.items())) for query, results in run.items()}
 
 
 def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Results of one query, best first. DataError: a NaN score, a passage listed twice."""
+    """Sort results, best first; DataError for a NaN score or a repeated passage."""
     ranked = sorted(((float(score), passage) for passage, score in results), reverse=True)
     if any(math.isnan(score) for score, _ in ranked):
         raise DataError(
@@ -101,7 +100,7 @@ def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str
 
 
 def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
-    """Write a TREC run, best first, whole or not at all; scores keep all their digits."""
+    """Write a TREC run atomically, with all digits; DataError for blanks in an id."""
     with atomic_write(path) as f:
         for query, results in run.items():
             for rank, (passage, score) in enumerate(rank_results(query, results), 1):
@@ -114,8 +113,7 @@ def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
 
 
 def best_passages(run: Run) -> Run:
-    """A run over passages DOCUMENT-N as one over documents, each in its best passage's place (TREC
-    CAsT 2021's rule)."""
+    """Rank documents by their best passage DOCUMENT-N (TREC CAsT 2021's rule)."""
     documents: Run = {}
     for query, results in run.items():
         best: dict[str, None] = {}
@@ -127,7 +125,7 @@ def best_passages(run: Run) -> Run:
                     "needs the passage ids that prepare.py cast21 makes"
                 )
             best[document] = None
-        # places instead of scores: documents whose best passages tie keep the passages' order
+        # scores by place keep the order of ties
         documents[query] = [(document, float(len(best) - i)) for i, document in enumerate(best)]
     return documents
 
@@ -136,17 +134,16 @@ def best_passages(run: Run) -> Run:
 
 
 def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
-    """Every query of the qrels → {metric: value} for METRICS, in the order of the qrels.
+    """Return {query: {metric: value}} for METRICS, in the order of the qrels.
 
-    relevant_from: lowest gain that is relevant to MRR and recall; NDCG uses all gains above 0.
+    relevant_from: lowest relevant gain in MRR and recall; NDCG uses all gains above 0.
     """
     relevant: Qrels = {}
     ranking: dict[str, dict[str, float]] = {}
     for query, gains in qrels.items():
         if any(gain != int(gain) for gain in gains.values()):
             raise DataError(f"query {query!r} has a gain that is not a whole number: {gains}")
-        # only queries with something to find: in pytrec_eval empty judgments spoil the queries
-        # behind them (its issue 49)
+        # in pytrec_eval, empty judgments spoil later queries (its issue 49)
         if run.get(query) and any(gain > 0 for gain in gains.values()):
             relevant[query] = {passage: int(gain) for passage, gain in gains.items()}
             ranked = rank_results(query, run[query])[:DEPTH]
@@ -164,13 +161,13 @@ def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
 
 
 def evaluate_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> dict[str, float]:
-    """Means of METRICS over all queries of the qrels, `queries` (their number) and `missing`."""
+    """Average METRICS over the qrels' queries; count `queries` and those `missing`."""
     counts = {"queries": len(qrels), "missing": sum(not run.get(query) for query in qrels)}
     return means(score_run(run, qrels, relevant_from)) | counts
 
 
 def all_gold_scores(run: Run, qrels: Qrels) -> Scores:
-    """Query with relevant passages → {"all_gold@10": are they all among the first ten results?}."""
+    """Return all_gold@10 of each query with gold passages: 1.0 if all are in the top ten."""
     out: Scores = {}
     for query, gains in qrels.items():
         if golds := [passage for passage, gain in gains.items() if gain > 0]:
@@ -180,8 +177,8 @@ def all_gold_scores(run: Run, qrels: Qrels) -> Scores:
 
 
 def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, float | int]:
-    """The paper's four columns as its scripts compute them, and the number of queries they average:
-    those without results, or whose response did not parse (`unparsed`), are left out."""
+    """Return the paper's four columns and the number of queries averaged; as in its scripts, those
+    without results or in `unparsed` are left out."""
     kept = [row for query, row in scores.items() if run.get(query) and query not in unparsed]
     columns = {
         shown: round(sum(row[m] for row in kept) / len(kept), 3) if kept else 0.0
@@ -194,7 +191,7 @@ def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, fl
 
 
 def matrix(scores: Scores) -> tuple[list[str], np.ndarray]:
-    """(metric names (m), values (Q, m)) of per-query scores."""
+    """Return metric names (m) and values (Q, m); DataError if empty."""
     if not scores:
         raise DataError("there are no queries to average over; the qrels must hold at least one")
     names = list(next(iter(scores.values())))
@@ -202,7 +199,7 @@ def matrix(scores: Scores) -> tuple[list[str], np.ndarray]:
 
 
 def means(scores: Scores) -> dict[str, float]:
-    """Metric → mean over all queries."""
+    """Average each metric over all queries."""
     names, values = matrix(scores)
     return dict(zip(names, values.mean(axis=0).tolist()))
 
@@ -210,7 +207,7 @@ def means(scores: Scores) -> dict[str, float]:
 def _units(
     scores: Scores, values: np.ndarray, clusters: dict[str, str] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(sums (C, m), sizes (C)) of `values` (Q, m) by what is drawn whole: a cluster or a query."""
+    """Sums (C, m) of `values` (Q, m) and sizes (C) per cluster; others are their own."""
     clusters = clusters or {}
     labels = [(query in clusters, clusters.get(query, query)) for query in scores]
     number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
@@ -221,7 +218,7 @@ def _units(
 
 
 def _pieces(samples: int, count: int) -> list[int]:
-    """`samples` in pieces whose (drawn, count) arrays take some megabytes."""
+    """Split `samples`, to limit memory to a few megabytes."""
     size = max(1, 500_000 // count)
     return [min(size, samples - start) for start in range(0, samples, size)]
 
@@ -229,7 +226,7 @@ def _pieces(samples: int, count: int) -> list[int]:
 def _bootstrap(
     sums: np.ndarray, sizes: np.ndarray, samples: int, seed: int
 ) -> list[list[float] | None]:
-    """Per column of `sums` (C, m) [low, high] of sums.sum() / sizes.sum() over redrawn units."""
+    """[low, high] of the resampled mean for each column of `sums` (C, m)."""
     count = len(sums)
     if count < 2:
         return [None] * sums.shape[1]
@@ -238,7 +235,7 @@ def _bootstrap(
     for drawn in _pieces(samples, count):
         picks = generator.integers(0, count, (drawn, count)) + np.arange(drawn)[:, None] * count
         times = np.bincount(picks.ravel(), minlength=drawn * count).astype(float)
-        times = times.reshape(drawn, count)  # how often a unit was drawn
+        times = times.reshape(drawn, count)  # draws per unit
         drawn_means.append(times @ sums / (times @ sizes)[:, None])  # (drawn, m)
     return np.quantile(np.concatenate(drawn_means), [0.025, 0.975], axis=0).T.tolist()
 
@@ -246,9 +243,9 @@ def _bootstrap(
 def bootstrap_interval(
     scores: Scores, clusters: dict[str, str] | None = None, samples: int = 10_000, seed: int = 0
 ) -> dict[str, list[float] | None]:
-    """Metric → [low, high]: the 95 % percentile bootstrap interval of the mean over queries.
+    """Return each metric's 95 % percentile bootstrap interval [low, high] of the mean.
 
-    clusters: query id → conversation id; conversations are drawn then. None for a single unit.
+    clusters: query id → conversation id, to draw whole conversations. None for a single unit.
     """
     names, values = matrix(scores)
     return dict(zip(names, _bootstrap(*_units(scores, values, clusters), samples, seed)))
@@ -261,10 +258,10 @@ def paired_test(
     samples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Metric → {"difference", "ci", "p"}: mean of `scores` minus that of `baseline`.
+    """Return {"difference", "ci", "p"} of each metric: mean of `scores` minus that of `baseline`.
 
-    p is two-sided, from sign flips of each unit's difference (as in `bootstrap_interval`):
-    (1 + flips as far from 0 as observed) / (1 + samples), uncorrected for several metrics.
+    Two-sided p from random sign flips of queries or clusters, uncorrected for several metrics:
+    (1 + flips at least as far from 0) / (1 + samples). DataError: the queries differ.
     """
     if odd := scores.keys() ^ baseline.keys():
         raise DataError(
@@ -278,7 +275,7 @@ def paired_test(
     as_far = np.zeros(len(names))
     for drawn in _pieces(samples, len(sums)):
         signs = generator.integers(0, 2, (drawn, len(sums)), dtype=np.int8) * 2.0 - 1.0
-        # equal up to the rounding of sums
+        # tolerates rounding of sums
         as_far += (np.abs(signs @ sums) >= np.abs(observed) - 1e-9).sum(axis=0)
     found = zip(observed / sizes.sum(), _bootstrap(sums, sizes, samples, seed), as_far)
     return {

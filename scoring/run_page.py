@@ -1,7 +1,6 @@
-"""A run's page: did it work, what changed, is it healthy, where the time goes, every rollout.
+"""The HTML report of a training run: results, health, timing and every rollout.
 
-report.html is one file that loads nothing: pictures, and the rollouts packed step by step. Only
-where these are too many do they lie in files beside it (report_rollouts/), loaded when looked at.
+report.html loads nothing, except rollouts above PAGE_BYTES, on demand from report_rollouts/.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from scoring import plots
 from scoring.plots import Picture, Series, number
 
 BESIDE = "report_rollouts"
-PAGE_BYTES = 16 << 20  # packed rollouts that a page holds itself
-CORPUS_BYTES = 256 << 20  # a larger corpus is not read for the gold passages' texts
+PAGE_BYTES = 16 << 20  # rollouts embedded at most
+CORPUS_BYTES = 256 << 20  # larger corpora are not read
 RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
 ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "failed")
-GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # what is better
+GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # which value is better
 SHARES = re.compile(
     r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
     r"|heldout_acc"
 )
-INSIDE = {"seconds_search"}  # a part of sampling
+INSIDE = {"seconds_search"}  # part of seconds_sample
 
 
 @dataclass
 class Log:
-    """What a run's folder holds, read once."""
+    """The contents of a run folder."""
 
     folder: str
-    series: dict[str, plots.Points]  # figure → (step, value), finite ones
+    series: dict[str, plots.Points]  # metric → finite (step, value) points
     config: dict
     settings: str
-    shown: set[str] = field(default_factory=set)  # figures that the page has drawn
+    shown: set[str] = field(default_factory=set)  # metrics already drawn
     ends: set[str] = field(default_factory=set)
-    bands: dict[int, list[int]] = field(default_factory=dict)  # step → rollouts of each band
+    bands: dict[int, list[int]] = field(default_factory=dict)  # step → rollouts per band
     labels: tuple[str, ...] = RANKS
-    rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # of each prompt
+    rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # id → (step, mean)
     prompts: dict[str, dict] = field(default_factory=dict)  # id → conversation, question, golds
 
     @property
@@ -60,7 +59,7 @@ class Log:
 
 
 def read_log(folder: str) -> Log:
-    """DataError: the folder holds no metrics of a training run."""
+    """Read a run folder; DataError if no step is logged."""
     path = os.path.join(folder, "metrics.jsonl")
     settings = os.path.join(folder, "config.yaml")
     text = "\n".join(line for _, line in read_lines(settings)) if os.path.exists(settings) else ""
@@ -74,7 +73,7 @@ def read_log(folder: str) -> Log:
         raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
     try:
         config = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date
         config = None
     return Log(folder, series, config if isinstance(config, dict) else {}, text)
 
@@ -83,7 +82,7 @@ def read_log(folder: str) -> Log:
 
 
 def band(row: dict) -> int | None:
-    """Which outcome of RANKS or ANSWERS a rollout has; None where its row does not tell."""
+    """Return the rollout's index in RANKS or ANSWERS, or None if its row has no score."""
     if row.get("reward") is None:
         return 6
     if not row.get("well_formed", True):
@@ -97,7 +96,7 @@ def band(row: dict) -> int | None:
 
 
 def step_files(folder: str) -> dict[int, str]:
-    """Step → its rollouts file."""
+    """Map steps to rollout files."""
     inside = os.path.join(folder, "rollouts")
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
     found = {name: re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names}
@@ -105,7 +104,7 @@ def step_files(folder: str) -> dict[int, str]:
 
 
 def groups(path: str) -> list[dict]:
-    """The groups of a step: id, rows with their `band`."""
+    """Read a step's groups as {id, rows}, with a `band` in each row."""
     found: dict[tuple, dict] = {}
     for _, row in read_jsonl(path):
         name = str(row.pop("query_id", ""))
@@ -115,7 +114,7 @@ def groups(path: str) -> list[dict]:
 
 
 def packed(log: Log) -> Iterator[tuple[int, str]]:
-    """(step, its rollouts as page.html unpacks them); fills in what the log knows of them."""
+    """Yield (step, base64 of the zlib-compressed JSON rollouts); update `log`."""
     for step, path in step_files(log.folder).items():
         counts = log.bands[step] = [0] * len(RANKS)
         parts = groups(path)
@@ -135,8 +134,7 @@ def packed(log: Log) -> Iterator[tuple[int, str]]:
 
 
 def read_prompts(config: dict) -> dict[str, dict]:
-    """Id → conversation, question and gold passages, of the files that the settings name; what
-    can't be read is left out."""
+    """Map prompt ids to conversation, question and golds; {} if `train` can't be read."""
     train, retriever = str(config.get("train") or ""), config.get("retriever") or {}
     try:
         items = read_turns(train) if config.get("task", "rewrite") == "rewrite" else None
@@ -155,7 +153,7 @@ def read_prompts(config: dict) -> dict[str, dict]:
 
 
 def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
-    """Passage id → title and text, where the corpus is at hand and not too large."""
+    """Map passage ids to title and text; {} if the corpus is unreadable or too large."""
     try:
         corpus, index = retriever.get("corpus"), retriever.get("index")
         if not corpus and index:
@@ -177,14 +175,13 @@ def is_share(key: str) -> bool:
 
 
 def tenth(points: plots.Points, last: bool = False) -> list[float]:
-    """The values of the first, or the last, tenth of the steps: of four where these are few."""
+    """The first or last tenth of the values: at least 4, or half of fewer than 8."""
     n = max(1, len(points) // 10, min(4, len(points) // 2))
     return [y for _, y in (points[-n:] if last else points[:n])]
 
 
 def pictures(log: Log, section: str, first: str = "") -> str:
-    """The figures that watched.yaml has for a section, behind those of `first`; in a sentence
-    what never moves."""
+    """Plot a section of watched.yaml after the HTML `first`; list constant metrics as text."""
     parts, still = [], []
     for heading, items in yaml.safe_load(plots.asset("watched.yaml"))[section].items():
         shown, first = [first] * bool(first), ""
@@ -215,7 +212,7 @@ def tile(name: str, start: str, end: str, note: str) -> str:
 
 
 def worked(log: Log) -> str:
-    """The figures that say whether it worked, in large, and their curves."""
+    """Tiles and curves that show whether training worked."""
     tiles, drawn = [], []
     goal = next((key for key in GOALS if key in log.series), None)
     if goal:
@@ -257,7 +254,7 @@ def worked(log: Log) -> str:
 
 
 def changed(log: Log) -> str:
-    """What became of the responses, over steps, and of prompts that came up again."""
+    """Outcomes of the responses by step, and a few prompts followed over steps."""
     shares = ""
     if steps := [step for step, counts in log.bands.items() if any(counts)]:
         parts = [[n / sum(log.bands[step]) for n in log.bands[step]] for step in steps]
@@ -273,7 +270,7 @@ def changed(log: Log) -> str:
 
 
 def choose_followed(log: Log) -> dict[str, str]:
-    """Id → what is special, of three prompts that came up often: by reward, last against first."""
+    """Choose three frequent prompts by change in reward; returns id → description."""
     most = max(map(len, log.rewards.values()), default=0)
     often = [name for name, seen in log.rewards.items() if len(seen) >= max(2, most / 2)]
     often.sort(key=lambda name: log.rewards[name][0][1] - log.rewards[name][-1][1])
@@ -291,7 +288,7 @@ def reward_of(row: dict) -> float:
 
 
 def appearances(log: Log, name: str) -> dict[int, list[dict]]:
-    """Step → the prompt's responses, best first."""
+    """Map steps to the prompt's responses, best reward first."""
     files, found = step_files(log.folder), {}
     for step in dict.fromkeys(step for step, _ in log.rewards[name]):
         rows = [row for g in groups(files[step]) if g["id"] == name for row in g["rows"]]
@@ -300,7 +297,7 @@ def appearances(log: Log, name: str) -> dict[int, list[dict]]:
 
 
 def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
-    """A dot for every response: its place by rank, or by F1, over the steps."""
+    """Plot every response as a dot, by step and by rank or F1."""
     names = [(0, "1"), (-1, "2–3"), (-2, "4–10"), (-3, "–100"), (-4, "none"), (-5, "form")]
     if any("f1" in row for rows in found.values() for row in rows):
         names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
@@ -314,12 +311,12 @@ def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
 
 
 def wording(row: dict) -> str:
-    """What a response says, in short."""
+    """The response's text, shortened."""
     return str(row.get("rewrite") or row.get("prediction") or row.get("response") or "")[:300]
 
 
 def followed_section(log: Log, words: str, name: str) -> str:
-    """One prompt through the steps: its dots, and the middle one of the responses each time."""
+    """HTML of a followed prompt: its responses as dots, the median one as text."""
     found, prompt = appearances(log, name), log.prompts.get(name, {})
     lines = []
     for step, rows in found.items():
@@ -345,7 +342,7 @@ def followed_section(log: Log, words: str, name: str) -> str:
 
 
 def timing(log: Log) -> str:
-    """The phases of a step, stacked, and what each takes in all."""
+    """A chart and a table of the seconds of each phase."""
     names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
     if not names:
         return ""
@@ -376,7 +373,7 @@ def clock(seconds: float) -> str:
 
 
 def others(log: Log) -> str:
-    """Curves of all figures that nothing above has shown, folded away."""
+    """Collapsed curves of the metrics not shown above."""
     names = [key for key in log.series if key not in log.shown]
     drawn = (plots.curves(k, [Series(k, log.series[k])], is_share(k)) for k in names)
     figures = "".join(picture.figure() for picture in drawn)
@@ -385,7 +382,7 @@ def others(log: Log) -> str:
 
 
 def heading(log: Log) -> str:
-    """What was trained, and how far it has come."""
+    """A line on the task, model, batch size and progress."""
     c = log.config
     size = f"{c.get('prompts_per_step')} prompts × {c.get('group_size')} responses a step"
     facts = [c.get("task", ""), c.get("model", ""), size * ("group_size" in c)]
@@ -408,7 +405,7 @@ def heading(log: Log) -> str:
 
 
 def run_page(folder: str, title: str = "") -> str:
-    """Write report.html into a run's folder; its path. DataError: no step is logged yet."""
+    """Write report.html and return its path; DataError if no step is logged."""
     log = read_log(folder)
     log.prompts = read_prompts(log.config) if step_files(folder) else {}
     chunks = dict(packed(log))

@@ -1,4 +1,4 @@
-"""Tables and a page of scored systems: title → row, as evaluate.py's metrics.json holds them."""
+"""Tables and a page of scored systems: title → row of evaluate.py's metrics.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 from scoring import plots
 from scoring.ranking import METRICS, PRINTED
 
-# key → head of the columns of every table, in this order
+# key → column head, in table order
 NAMES = {m: m.capitalize() if m.startswith("recall") else m.upper() for m in METRICS} | {
     head.lower().replace(" ", "_").replace("-", "_"): head
     for head in ("all gold@10", "EM", "F1", "judge", "acc", "precision", "recall", "well-formed")
@@ -35,7 +35,7 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def cell(name: str, value: float | None, ci: list[float] | None, sign: str = "") -> str:
-    """A metric with its interval, in percent; `searches` is a number."""
+    """Format a metric and its interval in percent (`searches` as a number)."""
     if value is None:
         return "–"
     scale, form = (1, f"{sign}.2f") if name == "searches" else (100, f"{sign}.1f")
@@ -50,9 +50,9 @@ def _difference(name: str, test: dict | None) -> str:
 
 
 def tables(rows: dict[str, dict], note: str) -> str:
-    """Means with intervals, the paper's protocol, differences with p, notes on counts.
+    """Return Markdown: means, the paper's protocol, paired differences and notes.
 
-    note: how the sentence on intervals goes on.
+    note: end of the sentence on intervals.
     """
     names = [name for name in NAMES if any(name in row for row in rows.values())]
     counts = [name for name in COUNTS if any(name in row for row in rows.values())]
@@ -95,7 +95,7 @@ def _notes(row: dict) -> list[str]:
 
 
 def group_table(kind: str, rows: dict[str, dict], metric: str) -> str:
-    """A metric of every system by the groups of a kind, with the number of queries in each."""
+    """Return a Markdown table of a metric by system and query group."""
     labels = [f"{k} ({v['queries']})" for k, v in next(iter(rows.values()))["groups"][kind].items()]
     body = [
         [title, *(cell(metric, g[metric], g["ci"][metric]) for g in row["groups"][kind].values())]
@@ -105,7 +105,7 @@ def group_table(kind: str, rows: dict[str, dict], metric: str) -> str:
 
 
 def html_table(markdown: str) -> str:
-    """A table of `markdown_table` in HTML."""
+    """Convert a `markdown_table` to HTML."""
     head, _, *rows = (line.strip("| ").split(" | ") for line in markdown.splitlines())
     cells = "".join(f"<th scope=col>{html.escape(name)}" for name in head)
     lines = [f"<tr>{cells}"]
@@ -116,8 +116,10 @@ def html_table(markdown: str) -> str:
 
 
 def tables_page(title: str, text: str, rows: dict[str, dict]) -> str:
-    """An HTML page: metrics and groups of the systems as dots with intervals, then the tables of
-    `text`. Of many systems the groups show the first and the last ones."""
+    """Return an HTML page: plots with intervals, then the tables of `text`.
+
+    Plots by query group show the first and the last four systems.
+    """
     shown = [
         name
         for name in ("mrr", "ndcg@3", "recall@10", "f1", "em")

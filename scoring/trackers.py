@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl, under its names: TensorBoard, Weights & Biases, Trackio."""
+"""Logging to TensorBoard, Weights & Biases and Trackio, under metrics.jsonl's names."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from scoring.tables import markdown_table
 
 
 def check_trackers(names: list[str]) -> None:
-    """ConfigError for a tracker that is not installed."""
+    """Raise ConfigError if a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log_to={name} is not installed; run pip install {name}")
 
 
 class Trackers:
-    """The trackers of a run whose next row is of step `first`; one that fails is left out then.
+    """The trackers of a run whose next step is `first`; one that fails is dropped.
 
-    `out`/trackers.json keeps the run's id there, and its last step, which is not logged again.
+    `out`/trackers.json keeps the run id and the last step; wandb and trackio skip steps up to it.
     """
 
     def __init__(self, names: list[str], cfg, first: int):
@@ -37,7 +37,7 @@ class Trackers:
         self.state = (names and first and read_json(self.file)) or fresh
 
     def start(self, name: str):
-        """TensorBoard's writer, its events from `first` on taken back; or a module with its run."""
+        """Return TensorBoard's writer, purged from `first` on, or a module with its run."""
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
@@ -50,7 +50,7 @@ class Trackers:
         return module
 
     def log(self, row: dict) -> None:
-        """Log a row; of the first step and those that validate, 16 rollouts as a table too."""
+        """Log a row; for step 1 and validations also a table of 16 rollouts."""
         step, new = row["step"], row["step"] > self.state["step"]
         path = os.path.join(self.cfg.out, "rollouts", f"step_{step:06d}.jsonl")
         validated = any(key.startswith("dev_") for key in row)
@@ -83,7 +83,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def dropping(self, name: str) -> Iterator[None]:
-        """Leave a tracker out that fails here: an account, a network, a disk must not end a run."""
+        """Drop a tracker that raises in the block, so that it does not end the run."""
         try:
             yield
         except Exception as e:
