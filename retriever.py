@@ -76,7 +76,7 @@ class Encoder:
     passage_prefix: str = ""
     query_length: int = 512  # tokens, special ones included
     passage_length: int = 384
-    name: str = field(default="", compare=False)  # where it was loaded from
+    name: str = field(default="", compare=False)  # folder or hub name
 
 
 ANCE_ENCODER = Encoder("ance", normalise=False)
@@ -135,7 +135,7 @@ def _model_json(name: str, filename: str) -> Any:
 
 
 def _state_dict(name: str) -> dict[str, Tensor]:
-    """Load the one weight file, unpickling only tensors; {} if there is none."""
+    """Load the one weight file; {} if there is none."""
     if path := _model_file(name, "model.safetensors"):
         return load_file(path)
     path = _model_file(name, "pytorch_model.bin")
@@ -143,7 +143,7 @@ def _state_dict(name: str) -> dict[str, Tensor]:
 
 
 def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
-    """Read settings from an E5 name and sentence-transformers files; `pooling` overrides them."""
+    """Read settings from an E5 name or sentence-transformers files; `pooling` goes first."""
     cached = re.findall(r"models--[^/]*--([^/]*)", name)  # a folder of the hub's cache
     own = (cached[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
@@ -404,8 +404,8 @@ def build_index(
 ) -> Index:
     """Encode a corpus into `folder`: fp16 shards of `shard_size` passages, ids, meta.json.
 
-    Makes only missing or damaged shards, always with the same bytes. In a process group this is
-    a collective: each rank encodes its share of the shards.
+    Makes only missing or damaged shards, always with the same bytes. In a process group each rank
+    makes its share (a collective).
 
     workers: processes that read and tokenise; 0: this one
     RetrieverError: the folder has another index, a vector is not finite, the corpus is empty or
@@ -455,7 +455,7 @@ class DenseRetriever(VectorRetriever):
         across: bool = False,
         faiss: FaissIndex | None = None,
     ):
-        """index: a folder or an open index; model, tokenizer, encoder: from `load_encoder`"""
+        """index: a folder or an open index"""
         index = index if isinstance(index, Index) else open_index(index)
         if index.meta:
             check_encoder(index, model, tokenizer, encoder or default_encoder(model))
@@ -478,7 +478,6 @@ class DenseRetriever(VectorRetriever):
 
 
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
-    """Load model, tokenizer, settings and batch size."""
     if not cfg.encoder:
         raise RetrieverError("an encoder is needed: give encoder=FOLDER or a hub name")
     keys = ("normalise", "query_prefix", "passage_prefix", "query_length", "passage_length")
@@ -537,7 +536,7 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
 def main(cfg: RetrieverConfig) -> dict | None:
     """Build what `cfg.kind` needs in `cfg.index`, except finished parts.
 
-    Under torchrun all ranks encode; rank 0 does the rest and returns a report.
+    Under torchrun all ranks encode; rank 0 does the rest and reports.
     """
     if cfg.kind == "remote":
         raise RetrieverError("kind=remote has no index here; build it where serve.py runs")

@@ -1,6 +1,6 @@
 """English text to terms, exactly as Lucene does it or as bm25s does.
 
-Copies out with a ValueError named RetrieverError; needs numpy, PyStemmer and regex.
+Copies out with a ValueError named RetrieverError.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
 
 
 def _classes(text: str) -> str:
-    """Map characters to classes; to avoid quadratic searches, dangling _ and ZWJ become - and E."""
+    """Map characters to classes; for fast searches, _ or ZWJ before no word become - or E."""
     classes = text.translate(_CLASSES)
     classes = re.sub(
         "_[_EVZcs]*([AHKN]?)", lambda m: m[0] if m[1] else m[0].replace("_", "-"), classes

@@ -1,8 +1,7 @@
 """BM25 as Lucene scores it: index, search and gold ranks.
 
-Scores equal Lucene 9's (Anserini's defaults) to the bit: same analysis, one-byte lengths, float32
-terms summed in float64. Copies out with config.py, data.py, runs.py, search/analysis.py and
-search/passages.py; needs no torch.
+Scores equal Lucene 9's (Anserini's defaults) to the bit: one-byte lengths, and float32 terms summed
+in float64. Copies out with config.py, data.py, runs.py, analysis.py and passages.py; no torch.
 
 Shapes: M passages, V distinct words, P postings, C distinct pairs of word count and passage length.
 """
@@ -72,7 +71,7 @@ def count(
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     both = rank[np.array(words, dtype=np.int64)] * number + np.repeat(np.arange(number), lengths)
-    both, times = np.unique(both, return_counts=True)  # by word, then by passage
+    both, times = np.unique(both, return_counts=True)  # by word, passage
     word, row = np.divmod(both, number)
     pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
     starts = np.searchsorted(word, np.arange(len(keys) + 1))
@@ -123,8 +122,8 @@ def build_postings(
 ) -> int:
     """Write the index of a corpus to `folder`, whole or not at all → number of passages.
 
-    Memory holds one shard per worker process, then BLOCK postings.
-    RetrieverError: no passage, a repeated id, no indexable word.
+    Memory holds a shard per worker, then BLOCK postings. RetrieverError: no passage, a repeated id,
+    no indexable word.
     """
     make_analyzer(analyzer)  # fails before anything is read
     with atomic_folder(os.fspath(folder)) as temporary:
@@ -317,7 +316,7 @@ class BM25Retriever(Retriever):
         return rank if rank <= cutoff else None
 
     def _answers(self, work: Callable, entries: Iterable[tuple], number: int) -> list:
-        """Run `work` once per distinct entry, in threads; results are in order."""
+        """Run `work` once per distinct entry, in threads."""
         entries, divisors = list(entries), self._divisors()
         once = list(dict.fromkeys(entries))
         with ThreadPoolExecutor(self.workers) as pool:
