@@ -140,7 +140,7 @@ class RemoteRetriever(Service):
         read: Callable | None = None,
         tries: int | None = None,
     ) -> Any:
-        """Return the answer's list `key`, one entry per item of the body's first list, each by `read`.
+        """Return list `key` of the answer, one entry (by `read`) per item of the body's first list.
 
         Without a key: count, max_batch and cut_queries of /health.
         """

@@ -356,7 +356,7 @@ class VectorRetriever(Retriever):
     ) -> tuple[list[int | None], list[bool]]:
         """Return the ranks of `gold_ranks`, and which queries were cut."""
         vectors, cut = self.encode_queries(queries)
-        if self.faiss is not None:  # passages not found have no rank; golds don't count
+        if self.faiss is not None:  # what FAISS misses has no rank; golds don't count
             k = cutoff + max(map(len, golds), default=0)
             lists = self._faiss_hits(vectors, k) if queries else []
             sets = [{self.passage_ids[row] for row in rows} for rows in golds]
