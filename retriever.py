@@ -143,7 +143,7 @@ def _state_dict(name: str) -> dict[str, Tensor]:
 
 
 def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
-    """Read settings from an E5 name or sentence-transformers files; `pooling` goes first."""
+    """Read settings from the name (E5) and sentence-transformers files; a given `pooling` wins."""
     cached = re.findall(r"models--[^/]*--([^/]*)", name)  # a folder of the hub's cache
     own = (cached[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER

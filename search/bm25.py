@@ -1,7 +1,7 @@
 """BM25 as Lucene scores it: index, search and gold ranks.
 
 Scores equal Lucene 9's (Anserini's defaults) to the bit: one-byte lengths, and float32 terms summed
-in float64. Copies out with config.py, data.py, runs.py, analysis.py and passages.py; no torch.
+in float64. Copies out with config.py, data.py, runs.py, search/analysis.py and search/passages.py.
 
 Shapes: M passages, V distinct words, P postings, C distinct pairs of word count and passage length.
 """
