@@ -1,9 +1,9 @@
-"""Encoders, the dense index, the retriever of a configuration, and the command that builds one.
+"""Encoders, dense indexes, and the command that builds a retriever's index.
 
-    python retriever.py kind=dense corpus=FILE encoder=FOLDER index=OUT   # build an index
-    python retriever.py check encoder=FOLDER                              # does this encoder rank?
+    python retriever.py kind=dense corpus=FILE encoder=FOLDER index=OUT   # build
+    python retriever.py check encoder=FOLDER                              # test an encoder
 
-The order of lists and the rule of ranks: docs/retrieval.md. Results are positional.
+docs/retrieval.md defines the order of lists and ranks.
 
 Shapes: B texts, L tokens, D embedding size, Q queries.
 """
@@ -63,21 +63,20 @@ from search.passages import (  # noqa: F401
 from search.probes import PROBES, rank_probes
 
 # ------------------------------------------------------------------------------------ encoders
-# Copies out alone, up to the next such line, with the imports that are not the project's and a
-# ValueError named RetrieverError.
+# Copies out alone with the non-project imports and a ValueError named RetrieverError.
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How texts become vectors with a model."""
+    """How a model turns texts into vectors."""
 
-    pooling: Literal["ance", "mean", "first"] = "mean"  # ANCE's head, mean of the text, its token 0
-    normalise: bool = True  # L2, so that the inner product is the cosine
+    pooling: Literal["ance", "mean", "first"] = "mean"  # ANCE's head, token mean, first token
+    normalise: bool = True  # to an L2 norm of 1
     query_prefix: str = ""
     passage_prefix: str = ""
-    query_length: int = 512  # tokens, special tokens included
+    query_length: int = 512  # tokens, special ones included
     passage_length: int = 384
-    name: str = field(default="", compare=False)  # where it was loaded from
+    name: str = field(default="", compare=False)  # folder or hub name
 
 
 ANCE_ENCODER = Encoder("ance", normalise=False)
@@ -86,9 +85,9 @@ MEAN_ENCODER = Encoder("mean")  # all-MiniLM and its like
 
 
 class ANCE(nn.Module):
-    """RoBERTa, then LayerNorm(Linear(state of the first token)); compared by inner product.
+    """LayerNorm(Linear(RoBERTa's first token state)), arXiv 2007.00808.
 
-    arXiv 2007.00808; parameter names of castorini/ance-msmarco-passage.
+    Parameters are named as in castorini/ance-msmarco-passage.
     """
 
     UNUSED = re.compile(r"classifier\.|roberta\.pooler\.|roberta\.embeddings\.\w+_ids$")
@@ -103,17 +102,17 @@ class ANCE(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size)
 
     def head(self, first: Tensor) -> Tensor:
-        """(B, D) states of first tokens → (B, D) vectors."""
+        """Map (B, D) first-token states to (B, D) vectors."""
         return self.norm(self.embeddingHead(first))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, L) ids and mask → (B, D) vectors."""
+        """Encode (B, L) ids and mask to (B, D) vectors."""
         states = self.roberta(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return self.head(states[:, 0])
 
     @classmethod
     def from_pretrained(cls, name: str) -> ANCE:
-        """From a folder or a hub name. RuntimeError: missing, unknown or misshapen tensors."""
+        """Load a checkpoint. RuntimeError: missing, unknown or misshapen tensors."""
         from transformers import AutoConfig
 
         model = cls(AutoConfig.from_pretrained(name, trust_remote_code=False))
@@ -123,7 +122,7 @@ class ANCE(nn.Module):
 
 
 def _model_file(name: str, filename: str) -> Path | None:
-    """A model's file, fetched from the hub if `name` is no folder; None: it has no such file."""
+    """A file of the folder or hub model `name`; None if it is not there."""
     from transformers.utils import cached_file
 
     path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
@@ -131,13 +130,12 @@ def _model_file(name: str, filename: str) -> Path | None:
 
 
 def _model_json(name: str, filename: str) -> Any:
-    """Content of a model's JSON file, or None."""
     path = _model_file(name, filename)
     return json.loads(path.read_text("utf-8")) if path else None
 
 
 def _state_dict(name: str) -> dict[str, Tensor]:
-    """The single weight file of a model, never unpickled beyond tensors; {}: it has none."""
+    """Load the one weight file; {} if there is none."""
     if path := _model_file(name, "model.safetensors"):
         return load_file(path)
     path = _model_file(name, "pytorch_model.bin")
@@ -145,10 +143,7 @@ def _state_dict(name: str) -> dict[str, Tensor]:
 
 
 def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
-    """The settings that a model other than ANCE asks for; a `pooling` that is given overrules them.
-
-    E5 is known by its name, others by their sentence-transformers files.
-    """
+    """Read settings from the name (E5) and sentence-transformers files; a given `pooling` wins."""
     cached = re.findall(r"models--[^/]*--([^/]*)", name)  # a folder of the hub's cache
     own = (cached[-1] if cached else Path(name).name).lower()
     encoder = E5_ENCODER if re.search(r"(^|[-_.])e5([-_.]|$)", own) else MEAN_ENCODER
@@ -163,7 +158,7 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
         encoder = replace(encoder, normalise="Normalize" in kinds)
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
         flags = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
-        modes = settings.get("pooling_mode") or flags  # since 5.4 a name, or several
+        modes = settings.get("pooling_mode") or flags  # since 5.4: one name or several
         modes = [modes] if isinstance(modes, str) else modes
         known = {"mean": "mean", "cls": "first"}
         pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", modes[0])) if modes else None
@@ -178,14 +173,14 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
 
 
 def position_limit(config: Any) -> int:
-    """Tokens that a model has positions for; RoBERTa's kind has some for padding."""
+    """Longest input in tokens (RoBERTa-like models reserve positions for padding)."""
     most = getattr(config, "max_position_embeddings", None) or sys.maxsize
     padded = config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet")
     return most - (config.pad_token_id + 1 if padded else 0)
 
 
 def _load_tokenizer(name: str) -> Any:
-    """The tokenizer of an encoder; without its files the library would invent one."""
+    """Load the tokenizer; fail without its files, as transformers would invent one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -200,7 +195,6 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module, Encoder]:
-    """Model and detected settings; ANCE is known by its `embeddingHead`."""
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -219,7 +213,7 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
             "pooling=mean to use it all the same"
         )
     encoder, level = detect_encoder(name, pooling), logging.get_verbosity()
-    logging.set_verbosity_error()  # its report on missing tensors is judged here
+    logging.set_verbosity_error()  # missing tensors are handled below
     model, info = AutoModel.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
@@ -230,15 +224,15 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
             "random; use a whole checkpoint"
         )
     if hasattr(model, "pooler"):
-        model.pooler = None  # not used, and random where the checkpoint lacks it
+        model.pooler = None  # unused, may be random
     return model, encoder
 
 
 def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Module, Any, Encoder]:
-    """Model (float32, eval), tokenizer and settings from a local folder or a hub name.
+    """Load a model (float32, eval mode), tokenizer and settings from a folder or hub name.
 
-    overrides: fields of `Encoder`, None for "as detected"
-    RetrieverError: missing files or tensors, a tokenizer or settings that don't fit the model.
+    overrides: fields of `Encoder`; None keeps the detected value
+    RetrieverError: missing files or tensors, an unfit tokenizer or pooling.
     """
     from transformers import AutoConfig
 
@@ -250,7 +244,7 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
     except RetrieverError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as e:
-        local = name.startswith((".", "/", "~")) or name.count("/") > 1  # no name of the hub's
+        local = name.startswith((".", "/", "~")) or name.count("/") > 1  # not a hub name
         gone = local and not os.path.exists(name)
         reason = "there is no such folder" if gone else " ".join(str(e).split())[:200]
         raise RetrieverError(
@@ -276,7 +270,7 @@ def default_encoder(model: nn.Module) -> Encoder:
 
 
 def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.ndarray]:
-    """Token ids of texts cut to `length`; an end among `ends` (</s>, [SEP]) stays."""
+    """Cut token ids to `length`, but keep a final token of `ends` (</s>, [SEP])."""
 
     def cut(ids: np.ndarray) -> np.ndarray:
         return np.append(ids[: length - 1], ids[-1] if ids[-1] in ends else ids[length - 1])
@@ -285,19 +279,19 @@ def truncate(tokens: list[np.ndarray], length: int, ends: set[int]) -> list[np.n
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """(B, L, D) states and (B, L) mask → (B, D) means over the mask; zeros where it is empty."""
+    """Average (B, L, D) states over a (B, L) mask → (B, D), 0 for an empty mask."""
     mask = attention_mask.bool().unsqueeze(-1)
     return hidden.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
 
 
 class PaddedModel:
-    """A model that reads texts in batches, padded to the longest text."""
+    """Encodes texts in batches padded to the longest text."""
 
     def __init__(self, model: nn.Module, batch_tokens: int, pad: int):
         self.model, self.batch_tokens, self.pad = model, batch_tokens, pad
 
     def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
-        """Runs of texts, longest first, that fill a batch."""
+        """Split texts, longest first, into batches."""
         start = 0
         while start < len(lengths):
             step = max(self.batch_tokens // max(lengths[start], 1), 1)
@@ -305,11 +299,11 @@ class PaddedModel:
             start += step
 
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
-        """(B, D) float32 vectors of a batch of B texts, on the model's device."""
+        """Encode B texts → (B, D) float32 on the model's device."""
         device = next(self.model.parameters()).device
         texts = [torch.from_numpy(ids).long() for ids in tokens]
         input_ids = pad_sequence(texts, True, self.pad)
-        if not input_ids.shape[1]:  # texts without a token are one of padding
+        if not input_ids.shape[1]:  # all are empty: one padding token
             input_ids = input_ids.new_full((len(texts), 1), self.pad)
         input_ids = input_ids.to(device)  # (B, L)
         lengths = torch.tensor([len(ids) for ids in tokens], device=device)
@@ -323,7 +317,7 @@ class PaddedModel:
 
 
 def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
-    """What reads texts without padding; None where that can't be, or copied out alone."""
+    """Return a `PackedModel`, or None where packing is not available."""
     try:
         from search.packed import PackedModel, can_pack
     except ImportError:
@@ -341,11 +335,10 @@ def encode_tokens(
     packed: Any = None,
     progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
-    """Token ids of texts, int32 arrays → (len(tokens), D) float32 on the model's device, in order.
+    """Encode int32 token ids → (len(tokens), D) float32 on the model's device, in order.
 
-    Equal texts are encoded once, in batches by length; on CUDA a float32 model in bf16 autocast.
-
-    packed: what `packed_model` returned; progress: is told how many texts more are encoded
+    Equal texts are encoded once; on CUDA a float32 model uses bf16 autocast.
+    packed: from `packed_model`; progress: called with the number of texts just encoded
     """
     keys = [ids.tobytes() for ids in tokens]
     distinct = sorted(dict(zip(keys, tokens)).values(), key=len, reverse=True)
@@ -360,7 +353,7 @@ def encode_tokens(
     progress(len(tokens) - len(distinct))
     row = {ids.tobytes(): i for i, ids in enumerate(distinct)}
     rows = torch.tensor([row[key] for key in keys], dtype=torch.long)
-    if device.type == "cuda":  # the caller goes on while the device is at work
+    if device.type == "cuda":  # does not wait for the device
         rows = rows.pin_memory().to(device, non_blocking=True)
     return torch.cat(vectors).float()[rows]
 
@@ -375,12 +368,11 @@ def encode(
     cut: list[bool] | None = None,
     progress: Callable[[int], Any] = lambda n: None,
 ) -> Tensor:
-    """`texts` → (len(texts), D) float32 on the CPU, in order; passages and queries alike.
+    """Encode texts → (len(texts), D) float32 on the CPU, in order.
 
-    encoder: by default ANCE's for an ANCE model, mean pooling for any other
-    query: the query side's prefix and length instead of the passage side's
-    batch_tokens: of one batch; on CUDA without padding where the model's family allows it
-    cut: is told of every text whether it was too long; progress: how many more are encoded
+    encoder: by default `ANCE_ENCODER` for an ANCE model, else `MEAN_ENCODER`
+    query: use the prefix and length of queries
+    cut: extended by a flag per text, whether it was cut; progress: see `encode_tokens`
     """
     encoder = encoder or default_encoder(model)
     prefix = encoder.query_prefix if query else encoder.passage_prefix
@@ -412,12 +404,12 @@ def build_index(
 ) -> Index:
     """Encode a corpus into `folder`: fp16 shards of `shard_size` passages, ids, meta.json.
 
-    A killed build, started again, makes the missing shards and ends with the same bytes; a finished
-    index is checked and left alone. In a process group every rank makes its share of the shards.
+    Makes only missing or damaged shards, always with the same bytes. In a process group each rank
+    makes its share (a collective).
 
-    workers: processes that read and tokenise ahead, 0: this one
-    RetrieverError: another index is there, a vector is not finite, the corpus is empty or has an id
-    twice, the disk is too small. DataError: another build is at work in the folder.
+    workers: processes that read and tokenise; 0: this one
+    RetrieverError: the folder has another index, a vector is not finite, the corpus is empty or
+    repeats an id, the disk is full. DataError: another build is at work in the folder.
     """
     encoder = encoder or default_encoder(model)
     length, fast, packed = min(encoder.passage_length, position_limit(model.config)), model, None
@@ -443,7 +435,7 @@ def open_index(
     encoder: Encoder | None = None,
     verify: bool = False,
 ) -> Index:
-    """`open_shards`; given a model, RetrieverError where another one built the index."""
+    """Open an index; RetrieverError as by `open_shards`, or if `model` did not build it."""
     index = open_shards(Path(folder), verify)
     if model is not None:
         check_encoder(index, model, tokenizer, encoder or default_encoder(model))
@@ -451,7 +443,7 @@ def open_index(
 
 
 class DenseRetriever(VectorRetriever):
-    """Search over an index with the encoder that built it; `VectorRetriever` says how."""
+    """Search with the encoder that built the index."""
 
     def __init__(
         self,
@@ -463,16 +455,16 @@ class DenseRetriever(VectorRetriever):
         across: bool = False,
         faiss: FaissIndex | None = None,
     ):
-        """index: a folder or an open one; the rest: as `load_encoder` gives it"""
+        """index: a folder or an open index"""
         index = index if isinstance(index, Index) else open_index(index)
         if index.meta:
             check_encoder(index, model, tokenizer, encoder or default_encoder(model))
         super().__init__(index, next(model.parameters()).device, across, faiss)
         self.encoding = model, tokenizer, encoder, batch_tokens
-        self._encoding = threading.Lock()  # fast tokenizers may not be borrowed twice
+        self._encoding = threading.Lock()  # fast tokenizers are not thread-safe
 
     def encode_queries(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
-        """(Q, D) float32 on the CPU, and which queries were too long."""
+        """Return (Q, D) float32 on the CPU, and which queries were cut."""
         model, tokenizer, encoder, batch_tokens = self.encoding
         bar, cut = Progress(len(queries), "encode", "queries"), []
         with self._encoding:
@@ -486,7 +478,6 @@ class DenseRetriever(VectorRetriever):
 
 
 def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
-    """Model, tokenizer, settings and batch size of a configured encoder."""
     if not cfg.encoder:
         raise RetrieverError("an encoder is needed: give encoder=FOLDER or a hub name")
     keys = ("normalise", "query_prefix", "passage_prefix", "query_length", "passage_length")
@@ -500,7 +491,7 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
 def open_retriever(
     cfg: RetrieverConfig,
 ) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
-    """The retriever of a configuration, from saved indexes; BM25 also from the corpus alone."""
+    """Open the configured retriever: saved indexes, or for BM25 just a corpus."""
     if cfg.kind == "remote":
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
@@ -529,13 +520,13 @@ def open_retriever(
 
 
 def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
-    """Save the BM25 index of a corpus → (passages, passages indexed now)."""
+    """Build a missing BM25 index → (passages, newly indexed passages)."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
         if meta := read_meta(folder):
             now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
             check_same(folder, meta, now, "Choose another folder, or delete this one.")
-            with contextlib.suppress(RetrieverError):  # damaged, or of another version: made again
+            with contextlib.suppress(RetrieverError):  # damaged or another version: rebuild
                 index = BM25Retriever.open(folder, analyzer=cfg.analyzer, verify=True)
                 return len(index.passage_ids), 0
         count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
@@ -543,9 +534,9 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
-    """Build what `cfg.kind` needs under `cfg.index`; finished parts are kept.
+    """Build what `cfg.kind` needs in `cfg.index`, except finished parts.
 
-    Under torchrun every rank encodes its share of a dense index; rank 0 does the rest and reports.
+    Under torchrun all ranks encode; rank 0 does the rest and reports.
     """
     if cfg.kind == "remote":
         raise RetrieverError("kind=remote has no index here; build it where serve.py runs")
@@ -561,7 +552,6 @@ def main(cfg: RetrieverConfig) -> dict | None:
 
 
 def _build(cfg: RetrieverConfig) -> dict | None:
-    """`main` within a process group or without one."""
     started, first = time.monotonic(), not dist.is_initialized() or dist.get_rank() == 0
     report = {"kind": cfg.kind, "index": cfg.index, "dim": None, "truncated": 0}
     if cfg.kind != "bm25":
@@ -581,7 +571,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
         return None
     if cfg.kind != "dense":
         count, indexed = build_bm25(cfg)
-        report = {"count": count, "indexed": indexed} | report  # of a hybrid, the dense index's
+        report = {"count": count, "indexed": indexed} | report  # hybrid: dense figures
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())
@@ -590,7 +580,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
 
 
 def check(cfg: RetrieverConfig) -> dict:
-    """Rank a few sentences; with an index: did this encoder build it?"""
+    """Rank test sentences; RetrieverError if the encoder did not build `cfg.index`."""
     model, tokenizer, encoder, _ = _load(cfg)
     if cfg.index:
         open_index(Path(cfg.index, "dense"), model, tokenizer, encoder)

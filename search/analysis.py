@@ -1,6 +1,6 @@
-"""English text as terms: Lucene's analysis to the letter, and Snowball's.
+"""English text to terms, exactly as Lucene does it or as bm25s does.
 
-Copies out with a ValueError named RetrieverError; needs numpy, PyStemmer and regex.
+Copies out with a ValueError named RetrieverError.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ STOP_WORDS = frozenset(  # Lucene's EnglishAnalyzer
     "there these they this to was will with".split()
 )
 
-# Lucene's StandardTokenizer: the word break rules of UAX #29 in Unicode 9 (`regex` has newer ones),
-# keeping what holds a letter, digit, ideograph or emoji. Its grammar has two forms here: over ASCII
-# text itself, and over a text's character classes, one letter a character (CLASSES).
+# Lucene's StandardTokenizer: UAX #29 word breaks of Unicode 9 (`regex` has newer ones), keeping
+# words with a letter, digit, ideograph or emoji. ASCII_WORD matches ASCII text, CLASS_WORD a
+# text's character classes (CLASSES, one letter per character).
 ASCII_WORD = re.compile(
     r"(?<!_)_*[A-Za-z0-9]\w*"
     r"(?:(?:(?<=[A-Za-z])[.:'](?=[A-Za-z])|(?<=[0-9])[.,;'](?=[0-9]))\w+)*",
@@ -31,9 +31,9 @@ ASCII_WORD = re.compile(
 
 
 def _class_pattern() -> re.Pattern:
-    x = "[EVZcs]*"  # WB4: marks, format characters and joiners belong to the character before them
+    x = "[EVZcs]*"  # WB4: marks, formats and joiners extend the character before
     digit, kana, join, dead, hebrew = f"N{x}", f"K{x}", f"_{x}", f"[_-]{x}", f"H{x}"
-    letter = f"(?:A{x}|H{x}(?!'|d{x}H))"  # a Hebrew letter before a quotation mark: WB7a to WB7c
+    letter = f"(?:A{x}|H{x}(?!'|d{x}H))"  # WB7a to WB7c: Hebrew and quotes
     core = (  # WB5 to WB12
         f"(?:{hebrew}(?:'{x}|d{x}{hebrew})|{digit}(?:(?:(?:{join})*|[nq']{x}){digit})*"
         f"|{letter}(?:(?:(?:{join})*|[mq']{x}){letter})*)+"
@@ -41,14 +41,14 @@ def _class_pattern() -> re.Pattern:
     part = f"(?:{kana}(?:(?:{join})*{kana})*|{core})"
     word = f"(?:{join})*{part}(?:(?:{join})+{part})*(?:{dead})*"  # WB13
     emoji = "(?:P[EZ]*(?:V|M[EZ]*)?|M[EZ]*)"
-    return re.compile(  # \\Z: of a window, see standard_words
+    return re.compile(  # \\Z: end of a window
         f"{word}|(?:{join})+\\Z|Z*{emoji}(?:(?:(?<=Z)|Z+){emoji})*|Z+\\Z|#[EZ]*V?c[EZ]*"
         f"|(?:R{x}){{2}}|(?:[Ss]{x})+|[JI]{x}"
     )
 
 
 CLASS_WORD = _class_pattern()
-# The first that fits a character, as in Unicode 9.
+# The first match is the class of a character (Unicode 9).
 CLASSES = [
     ("V", r"[\uFE0E\uFE0F]"),
     ("c", r"\u20E3"),
@@ -82,7 +82,7 @@ CLASSES = [
 
 
 class _Classes(dict):
-    """For str.translate: the class of a character, found when it is first seen."""
+    """A lazy table of character classes for str.translate."""
 
     def __missing__(self, code: int) -> str:
         found = (name for name, pattern in CLASSES if regex.fullmatch(pattern, chr(code)))
@@ -91,17 +91,14 @@ class _Classes(dict):
 
 
 _CLASSES = _Classes()
-NON_ASCII = re.compile(r"(?<![^ ])([\x00-\x1F!-\x7F]*[^\x00-\x7F][^ ]*)")  # between blanks
-LONGEST = 255  # characters of a token; a longer one is cut into such pieces
-# What must stand in a window behind a piece that nothing further on can change.
+NON_ASCII = re.compile(r"(?<![^ ])([\x00-\x1F!-\x7F]*[^\x00-\x7F][^ ]*)")  # chunks between spaces
+LONGEST = 255  # characters of a token; longer ones are split
+# After this, text beyond a window can't change a match.
 SETTLED = re.compile("(?:[EVZcs]*[^EVZcs]){4}")
 
 
 def _classes(text: str) -> str:
-    """The class of every character; a run of _ that no word follows becomes -, of ZWJ E.
-
-    Else a search would run to the end of the run from each of its characters.
-    """
+    """Map characters to classes; for fast searches, _ or ZWJ before no word become - or E."""
     classes = text.translate(_CLASSES)
     classes = re.sub(
         "_[_EVZcs]*([AHKN]?)", lambda m: m[0] if m[1] else m[0].replace("_", "-"), classes
@@ -110,7 +107,7 @@ def _classes(text: str) -> str:
 
 
 def standard_words(text: str) -> list[str]:
-    """The words of a text as Lucene's StandardTokenizer finds them."""
+    """Split a text into words as Lucene's StandardTokenizer does."""
     words: list[str] = []
     for i, part in enumerate([text] if text.isascii() else NON_ASCII.split(text)):
         if i % 2:
@@ -120,7 +117,7 @@ def standard_words(text: str) -> list[str]:
     if max(map(len, words), default=0) <= LONGEST:
         return words
     classes, words, at = _classes(text), [], 0
-    while True:  # in windows: each search would else run to the end of a word of megabytes
+    while True:  # windows, so that no search scans a huge word
         end = at + 4 * LONGEST
         match = CLASS_WORD.search(classes, at, end)
         cut = match and min(match.end(), match.start() + LONGEST)
@@ -133,18 +130,18 @@ def standard_words(text: str) -> list[str]:
 
 
 _porter, _snowball = Stemmer.Stemmer("porter").stemWord, Stemmer.Stemmer("english").stemWords
-_stemming = threading.Lock()  # PyStemmer's objects are not safe among threads
+_stemming = threading.Lock()  # PyStemmer objects are not thread-safe
 MEASURED = re.compile("[aeiou][^aeiou]|(?:[^aeiouy]|^y)y[^aeiou]")  # a vowel before a consonant
-# A word with a doubled consonant that PyStemmer leaves, and the part of it that stays.
+# A word whose doubled consonant PyStemmer keeps; group 1 has it once.
 DOUBLED = re.compile(
     r"(.*(?:([^abdefgilmnoprstuyz])(?=\2)|(?:[^aeiouy]y|[aeiou]yy|^yy)(?:yy)*(?=y))).(?:ing|ed)s?"
 )
 
 
 def porter(word: str) -> str:
-    """The stem of a lower-case word as Porter's own programs and Lucene have it.
+    """Stem a lower-case word as Porter's own programs and Lucene do.
 
-    Unlike PyStemmer's "porter" they leave words of one and two letters, make -bli -ble and -logi
+    Unlike PyStemmer's "porter", keep words of up to two letters, map -bli to -ble and -logi to
     -log, and undouble any consonant but l, s and z before -ed and -ing.
     """
     if len(word) <= 2:
@@ -155,7 +152,7 @@ def porter(word: str) -> str:
     stem = _porter(word)
     for old, new in (("bli", "ble"), ("logi", "log")):
         before = stem.removesuffix(old)
-        # the word's ending, from i or y on, is one that step 1 takes off
+        # only a suffix that step 1 removes follows i or y
         ending = re.fullmatch("[iy](es|(ed|ing)?s?)", word[len(stem) - 1 :])
         if before != stem and ending and MEASURED.search(before):
             return _porter(before + new)
@@ -163,7 +160,7 @@ def porter(word: str) -> str:
 
 
 class LuceneEnglish:
-    """Lucene's and Anserini's: words less 's, in lower case, less stop words, Porter's stems."""
+    """Lucene's English analysis: drop 's, lower-case, drop stop words, stem (Porter)."""
 
     name = "lucene"
 
@@ -172,10 +169,9 @@ class LuceneEnglish:
 
     @staticmethod
     def _analyse(word: str) -> str:
-        """The term of a word; empty for a stop word."""
         if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
             word = word[:-2]
-        # by character, as Java does: no final sigma, and a dotted capital I becomes i alone
+        # by character, as in Java: no final sigma, dotted capital I becomes i
         lower = ("i" if c == "\u0130" else c.lower() for c in word)
         word = word.lower() if word.isascii() else "".join(lower)
         if word in STOP_WORDS:
@@ -188,14 +184,14 @@ class LuceneEnglish:
 
     @staticmethod
     def lengths(lengths: np.ndarray) -> np.ndarray:
-        """(M,) passage lengths as Lucene keeps them in one byte (SmallFloat); exact below 40."""
+        """Round (M,) passage lengths as Lucene's one-byte SmallFloat does; exact below 40."""
         above = np.maximum(lengths - 24, 1)
-        shift = np.maximum(np.frexp(above)[1] - 4, 0)  # of the four bits that are kept
+        shift = np.maximum(np.frexp(above)[1] - 4, 0)  # four bits are kept
         return np.where(lengths < 24, lengths, 24 + (lengths - 24 >> shift << shift))
 
 
 class SnowballEnglish:
-    """As bm25s and PyStemmer do it: words of two and more characters, exact lengths."""
+    """bm25s with PyStemmer: words of two or more characters, exact lengths."""
 
     name = "snowball"
 
@@ -211,7 +207,7 @@ class SnowballEnglish:
 
 @lru_cache
 def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
-    """The analysis of that name, one object for passages and queries."""
+    """Return the analyzer `name`. RetrieverError: there is none."""
     for kind in (LuceneEnglish, SnowballEnglish):
         if kind.name == name:
             return kind()

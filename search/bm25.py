@@ -1,11 +1,9 @@
-"""BM25 as Lucene scores it: the index, search, and the rank of a gold passage.
+"""BM25 as Lucene scores it: index, search and gold ranks.
 
-Scores agree with Lucene 9 (Anserini's defaults) to the bit: its analysis, its passage lengths in
-one byte, its float32 arithmetic, summed in float64. Copies out with config.py, data.py, runs.py,
-search/analysis.py and search/passages.py; needs no torch.
+Scores equal Lucene 9's (Anserini's defaults) to the bit: one-byte lengths, and float32 terms summed
+in float64. Copies out with config.py, data.py, runs.py, search/analysis.py and search/passages.py.
 
-Shapes: M passages, V distinct words, P postings (pairs of a word and a passage), C pairs of a word
-count and a passage length.
+Shapes: M passages, V distinct words, P postings, C distinct pairs of word count and passage length.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ from search.passages import (
 )
 
 FORMAT = "bm25-3"
-SHARD = 1 << 17  # passages counted together: about 300 MB of working memory at 100 words each
-BLOCK = 1 << 24  # postings merged together
-ARRAYS = ("words", "start", "passages", "codes", "pairs")  # of an index and of a shard
+SHARD = 1 << 17  # passages indexed at a time: about 300 MB of memory at 100 words each
+BLOCK = 1 << 24  # postings merged at a time
+ARRAYS = ("words", "start", "passages", "codes", "pairs")  # of an index or shard
 
 
 def word_key(word: str) -> int:
-    """64 bits for a word: two of 100 million words share them with a probability of 3e-4."""
+    """Hash a word to 64 bits: 100 million words collide with probability 3e-4."""
     digest = blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -56,12 +54,11 @@ def word_key(word: str) -> int:
 def count(
     part: Iterable[Passage], first: int, number: int, analyzer: str, folder: Path
 ) -> tuple[int, int]:
-    """Write the postings of `number` passages to `folder` → (their words, those with a word).
+    """Write the postings of passages `first` to `first + number` → (words, passages with a word).
 
-    first: number of the first passage
-    Arrays: words (V,) uint64 keys, ascending; start (V + 1,), word v's postings are
-    start[v]:start[v + 1]; passages (P,) int32 numbers, ascending for a word; codes (P,) which pair;
-    pairs (C,) int64 word count << 32 | passage length. No score is stored: k1 and b stay free.
+    Arrays: words (V,) ascending uint64 keys; start (V + 1,), word v has the postings
+    start[v]:start[v + 1]; passages (P,) int32 numbers, ascending per word; codes (P,) indices into
+    pairs (C,) int64, word count << 32 | passage length.
     """
     analyse, seen = make_analyzer(analyzer), {}
     words, lengths = [], np.zeros(number, dtype=np.int64)
@@ -74,7 +71,7 @@ def count(
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     both = rank[np.array(words, dtype=np.int64)] * number + np.repeat(np.arange(number), lengths)
-    both, times = np.unique(both, return_counts=True)  # by word, then by passage
+    both, times = np.unique(both, return_counts=True)  # by word, passage
     word, row = np.divmod(both, number)
     pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
     starts = np.searchsorted(word, np.arange(len(keys) + 1))
@@ -86,13 +83,13 @@ def count(
 
 
 def merge(folders: Sequence[Path], folder: Path) -> None:
-    """Write the postings of the shards as one index, BLOCK of them at a time."""
+    """Merge shards into one index, BLOCK postings at a time."""
     shards = [_read_arrays(own) for own in folders]
     words = np.unique(np.concatenate([shard["words"] for shard in shards]))
     pairs = np.unique(np.concatenate([shard["pairs"] for shard in shards]))
     start = np.zeros(len(words) + 1, dtype=np.int64)
     for shard in shards:
-        shard["number"] = np.searchsorted(words, shard["words"])  # (V of the shard,) among all
+        shard["number"] = np.searchsorted(words, shard["words"])  # (shard's V,) index in words
         shard["code"] = np.searchsorted(pairs, shard["pairs"])
         start[shard["number"] + 1] += np.diff(shard["start"])
     np.cumsum(start, out=start)
@@ -107,7 +104,7 @@ def merge(folders: Sequence[Path], folder: Path) -> None:
     while low < len(words):
         high = max(int(np.searchsorted(start, start[low] + BLOCK, "right")) - 1, low + 1)
         for shard in shards:
-            a, b = np.searchsorted(shard["number"], (low, high))  # words of the shard in the block
+            a, b = np.searchsorted(shard["number"], (low, high))  # its words in the block
             number, own = shard["number"][a:b], shard["start"][a : b + 1]
             to = np.repeat(free[number] - own[:-1], np.diff(own)) + np.arange(own[0], own[-1])
             passages[to] = shard["passages"][own[0] : own[-1]]
@@ -117,7 +114,6 @@ def merge(folders: Sequence[Path], folder: Path) -> None:
 
 
 def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of an index or a shard, memory-mapped."""
     return {name: mapped(folder / f"{name}.npy") for name in ARRAYS}
 
 
@@ -126,10 +122,10 @@ def build_postings(
 ) -> int:
     """Write the index of a corpus to `folder`, whole or not at all → number of passages.
 
-    Memory holds one shard of the corpus a worker process, and BLOCK postings.
-    RetrieverError: no passage, an id twice, no word to be indexed.
+    Memory holds a shard per worker, then BLOCK postings. RetrieverError: no passage, a repeated id,
+    no indexable word.
     """
-    make_analyzer(analyzer)  # its error, before anything is read
+    make_analyzer(analyzer)  # fails before anything is read
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
         corpus, tasks = Corpus(source, ids=True), []
@@ -166,7 +162,7 @@ def build_postings(
 class BM25Retriever(Retriever):
     """BM25: the sum over the query's words of idf · tf / (tf + k1 (1 - b + b length/mean)).
 
-    A score of 0 is no hit. k1, b, query_words, workers may change at any time. Safe among threads.
+    Thread-safe. A score of 0 is no hit. k1, b, query_words and workers may change at any time.
     """
 
     def __init__(
@@ -178,7 +174,7 @@ class BM25Retriever(Retriever):
         analyzer: str = "lucene",
         workers: int = 1,
     ):
-        """Index a corpus for this process alone. workers: threads that share a call's queries"""
+        """Build a temporary index. workers: threads that share a call's queries"""
         super().__init__()
         self.k1, self.b, self.query_words, self.workers = k1, b, query_words, workers
         self._analyse, self._local = make_analyzer(analyzer), threading.local()
@@ -191,8 +187,8 @@ class BM25Retriever(Retriever):
     def open(
         cls, folder: str | os.PathLike, *settings, verify: bool = False, **named
     ) -> BM25Retriever:
-        """A saved index, memory-mapped; settings as above; verify: its files have their checksums.
-        RetrieverError: none, damaged, other."""
+        """Memory-map a saved index; `verify` compares its files with their checksums.
+        RetrieverError: missing, damaged, or another analyzer."""
         self = cls(None, *settings, **named)
         self._map(Path(folder), verify)
         return self
@@ -208,7 +204,7 @@ class BM25Retriever(Retriever):
                 raise ValueError("meta.json has no mean length")
 
     def _divisors(self) -> np.ndarray:
-        """(C,) float32: 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order of operations."""
+        """(C,) float32 of 1 + tf / (k1 (1 - b + b length/mean)), in Lucene's order."""
         if not (0 <= self.k1 < math.inf and 0 <= self.b <= 1):
             raise RetrieverError(
                 f"k1 is {self.k1:g}, b {self.b:g}; BM25 needs a finite k1 >= 0 and 0 <= b <= 1, "
@@ -218,11 +214,10 @@ class BM25Retriever(Retriever):
         times, length = (self.arrays["pairs"] >> 32), (self.arrays["pairs"] & 0xFFFFFFFF)
         times, length = times.astype(np.float32), length.astype(np.float32)
         mean = np.float32(self.meta["tokens"] / self.meta["documents"])
-        with np.errstate(divide="ignore"):  # k1 = 0: a word counts its idf wherever it stands
+        with np.errstate(divide="ignore"):  # k1 = 0 scores idf for any count
             return one + times * (one / (k1 * ((one - b) + b * length / mean)))
 
     def _cut(self, queries: list[str]) -> tuple[list[str], list[bool]]:
-        """The first `query_words` words of every query; which queries had more."""
         if self.query_words is None:
             return queries, [False] * len(queries)
         check_k(self.query_words, "query_words")
@@ -231,7 +226,7 @@ class BM25Retriever(Retriever):
         return [" ".join(w[: self.query_words]) for w in words], cut
 
     def _lists(self, query: str, divisors: np.ndarray) -> list[tuple]:
-        """(most it adds, passages, codes, gain of each code) of the query's words, rarest first."""
+        """(maximum gain, passages, codes, gain per code) of each query word, largest first."""
         arrays, lists = self.arrays, []
         for word, times in Counter(self._analyse(query)).items():
             key = np.uint64(word_key(word))
@@ -250,26 +245,26 @@ class BM25Retriever(Retriever):
     def _candidates(
         self, lists: list[tuple], k: int | None = None, floor: float = 0.0, enough: int = 0
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The passages that can be among the k best or score `floor`, and their float32 scores.
+        """Passages that may be in the top k or reach `floor`, and their float32 scores.
 
-        None once `enough` passages are known to score `floor`. Turtle and Flood's MaxScore: lists
-        are read from the rarest word on; once the words left can't lift a new passage to the k-th
-        best score (or the floor), passages found so far are looked up in the frequent words' lists.
+        None once `enough` passages reach `floor`. Turtle and Flood's MaxScore: when the remaining
+        words can't lift a new passage to the k-th best score or `floor`, their lists are only
+        searched for the passages found so far.
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
         totals, read, rows, size = self._local.totals, [], None, 0
-        rest = sum(entry[0] for entry in lists)  # the most that the words left can add
+        rest = sum(entry[0] for entry in lists)  # most that the remaining words can add
         try:
             for weight, passages, codes, gains in lists:
-                least = floor * (1 - 1e-6) - rest  # needed by now, less what rounding may take
-                # finding the passages so far must cost less than reading this list
+                least = floor * (1 - 1e-6) - rest  # needed by now, less rounding
+                # only if cheaper than reading this list
                 if rows is None and least > 0 and size < 4 * len(passages):
                     rows = _above(totals, read, least)
                     if 8 * len(rows) > len(passages):  # too many to look up
                         rows = None
                 if rows is None:
-                    at = passages.astype(np.intp)  # numpy gathers far slower by other integers
+                    at = passages.astype(np.intp)  # numpy indexes faster with intp
                     scores = totals.take(at)
                     scores += gains.take(codes)
                     totals[at] = scores
@@ -305,7 +300,6 @@ class BM25Retriever(Retriever):
     def _rank(
         self, query: str, golds: Sequence[int], cutoff: int, divisors: np.ndarray
     ) -> int | None:
-        """The rank of the best of the passages `golds`."""
         lists, golds = self._lists(query, divisors), np.unique(np.array(golds, dtype=np.int32))
         own = np.zeros(len(golds))
         for _, passages, codes, gains in lists:
@@ -322,7 +316,7 @@ class BM25Retriever(Retriever):
         return rank if rank <= cutoff else None
 
     def _answers(self, work: Callable, entries: Iterable[tuple], number: int) -> list:
-        """`work` of every entry, of equal ones once, shared among the threads."""
+        """Run `work` once per distinct entry, in threads."""
         entries, divisors = list(entries), self._divisors()
         once = list(dict.fromkeys(entries))
         with ThreadPoolExecutor(self.workers) as pool:
@@ -331,7 +325,7 @@ class BM25Retriever(Retriever):
         return [done[entry] for entry in entries]
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits], list[bool]]:
-        """The lists of `search`: passages with a score above 0, and which queries were cut."""
+        """Return the lists of `search` (scores above 0), and which queries were cut."""
         queries, cut = self._cut(queries)
         found = self._answers(self._best, zip(queries), k)
         return [list(hits) for hits in found], cut
@@ -339,7 +333,7 @@ class BM25Retriever(Retriever):
     def ranks(
         self, queries: list[str], golds: list[list[int]], cutoff: int
     ) -> tuple[list[int | None], list[bool]]:
-        """The ranks of `gold_ranks`, None where a gold's score is 0, and which queries were cut."""
+        """Return the ranks of `gold_ranks` (None for score 0), and which queries were cut."""
         queries, cut = self._cut(queries)
         return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff), cut
 
@@ -347,16 +341,16 @@ class BM25Retriever(Retriever):
 def _look_up(
     rows: np.ndarray, passages: np.ndarray, codes: np.ndarray, gains: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the passages `rows` (R,) are in a word's list, and what the word adds to those."""
+    """Which of the passages `rows` (R,) a word's list has, and its gains for these."""
     at = np.minimum(passages.searchsorted(rows), len(passages) - 1)
     here = passages.take(at) == rows
     return here, gains[codes[at[here]]]
 
 
 def _above(totals: np.ndarray, read: list[np.ndarray], least: float) -> np.ndarray:
-    """(R,) numbers of the passages in the lists so far with a total of at least that, ascending."""
+    """(R,) ascending numbers of the passages read so far that total at least `least`."""
     found = [at[totals.take(at) >= least] for at in read]
-    if 16 * sum(map(len, found)) > len(totals):  # looking at all is faster than sorting those
+    if 16 * sum(map(len, found)) > len(totals):  # a full scan is faster than sorting
         return np.flatnonzero(totals >= least)
     rows = np.sort(np.concatenate([np.empty(0, np.intp), *found]))
     return rows[np.diff(rows, prepend=-1) > 0]

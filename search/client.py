@@ -1,5 +1,4 @@
-"""JSON services over HTTP, and the client of serve.py: a retriever elsewhere, with the methods of
-one that is here.
+"""Client of JSON services over HTTP, and the retriever that asks a serve.py server.
 
 Copies out with search/passages.py and what that needs; no torch.
 """
@@ -17,17 +16,17 @@ from typing import Any, Callable, Sequence
 
 from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
 
-IDS = 10_000  # passage ids of a request
+IDS = 10_000  # passage ids per request
 
 
 class RetrieverAway(RetrieverError):
-    """A service gave no answer, however often it was asked: a technical failure."""
+    """A service did not answer after all retries."""
 
     exit_status = 1
 
 
 class RemoteIds:
-    """The ids of a served index: `id in ids`, `len(ids)`, and `set & ids`. Keeps answers."""
+    """Ids of a served index: `id in ids`, `len(ids)`, `set & ids`. Answers are cached."""
 
     def __init__(self, remote: RemoteRetriever):
         self._remote, self._known = remote, {}
@@ -47,11 +46,11 @@ class RemoteIds:
 
 
 class Service:
-    """A server that is asked for JSON over HTTP. No proxy is used; threads may share it.
+    """Thread-safe client of a JSON service over HTTP. It uses no proxy.
 
-    What can pass (no connection, a time-out, a status of 5xx, 408, 425 or 429, a page that is no
-    JSON) is tried again `retries` times, after `backoff` seconds, doubling up to 30; then it is
-    RetrieverAway. A refusal is a RetrieverError at once.
+    No connection, a time-out, status 5xx, 408, 425 or 429 and a non-JSON answer are retried
+    `retries` times, after `backoff` seconds, doubling up to 30; then RetrieverAway is raised.
+    Another status is a RetrieverError at once.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Service:
         self._client = httpx2.Client(timeout=timeout, trust_env=False, headers=headers)
 
     def _post(self, path: str, body: dict | None) -> Any:
-        """One try: the JSON of the answer, or of GET where there is no body."""
         import httpx2
 
         url, deadline, text = f"{self.url}/{path}", time.monotonic() + self.timeout, b""
@@ -97,7 +95,7 @@ class Service:
             raise RetrieverAway(f"{url} answered with status 200 and no JSON: {said}") from e
 
     def fetch(self, path: str, body: dict | None = None, tries: int | None = None) -> Any:
-        """The JSON that is answered, after `tries` tries at most; unset: 1 + `retries`."""
+        """Request JSON, trying at most `tries` times (None: 1 + `retries`)."""
         for attempt in itertools.count(1):
             try:
                 return self._post(path, body)
@@ -112,10 +110,7 @@ class Service:
 
 
 class RemoteRetriever(Service):
-    """The retriever that serve.py serves at `url`, with the same methods.
-
-    An answer that is not serve.py's is a RetrieverError at once.
-    """
+    """The retriever served at `url`. RetrieverError: an answer is not as serve.py's."""
 
     def __init__(
         self,
@@ -125,7 +120,7 @@ class RemoteRetriever(Service):
         backoff: float = 1.0,
         batch: int = 128,
     ):
-        """batch: queries of a request, as far as allowed there"""
+        """batch: queries per request (the server's limit applies)"""
         super().__init__(url, timeout, retries, backoff)
         check_k(batch, "batch")
         self.health = self.ask("health")
@@ -134,7 +129,7 @@ class RemoteRetriever(Service):
 
     @property
     def cut_queries(self) -> int:
-        """Queries that the server has cut since this client began, for any of its clients."""
+        """Queries the server has cut, for all clients, since this one began."""
         return self.ask("health")["cut_queries"] - self.health["cut_queries"]
 
     def ask(
@@ -145,9 +140,9 @@ class RemoteRetriever(Service):
         read: Callable | None = None,
         tries: int | None = None,
     ) -> Any:
-        """The entries of `key`, one for each of the body's first list, each through `read`.
+        """Return list `key` of the answer, one entry (by `read`) per item of the body's first list.
 
-        Without a key: what is needed of the server's /health.
+        Without a key: count, max_batch and cut_queries of /health.
         """
         answer = self.fetch(path, body, tries)
         try:
@@ -164,7 +159,7 @@ class RemoteRetriever(Service):
             ) from e
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The best k passages of every query, as the served retriever orders them."""
+        """Return the best k passages of every query, in the server's order."""
         check_k(k)
         queries, out = check_queries(queries), []
         for start in range(0, len(queries), self.batch):
@@ -175,10 +170,10 @@ class RemoteRetriever(Service):
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
     ) -> list[int | float | None]:
-        """Rank of the best gold of every query; None beyond `cutoff`, FAILED where there is none.
+        """Return every query's best gold rank: None beyond `cutoff`, FAILED if unknown.
 
-        FAILED is a NaN score, or a request without an answer; after one of these, the next gets one
-        try until the server is back. RetrieverAway: no request had an answer.
+        FAILED: a NaN score or an unanswered request, after which requests are tried once until one
+        is answered. RetrieverAway: none was.
         """
         check_k(cutoff, "cutoff")
         queries = check_queries(queries)

@@ -1,8 +1,8 @@
-"""A dense index: built on disk so that a killed build goes on, opened memory-mapped, and searched.
+"""A dense index: a resumable build, memory-mapped opening, and search.
 
-How texts become vectors is given: a tokenizer and a function from token ids to vectors.
+Callers give a tokenizer and a function from token ids to vectors.
 
-Shapes: M passages, Q queries, D embedding size, B texts, T tokens of a row of texts.
+Shapes: M passages, Q queries, D embedding size.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ Encode = Callable[[list[np.ndarray], Callable[[int], None]], tuple[Tensor, int]]
 
 @dataclass
 class Index:
-    """Vectors of a corpus: `shards` are memory-mapped arrays (M_i, D), in the order of `ids`."""
+    """Vectors of a corpus in the order of `ids`; `shards` are memory-mapped (M_i, D)."""
 
     ids: PassageIds
     shards: list[np.ndarray]
     meta: dict = field(default_factory=dict)
     folder: str = "(in memory)"
-    encoded: int = 0  # passages that `build_index` encoded now
+    encoded: int = 0  # passages encoded by this build
 
     @property
     def cut_passages(self) -> int:
-        """Passages longer than the encoder reads."""
+        """Number of passages cut to the encoder's limit."""
         return sum(entry["truncated"] for entry in self.meta.get("shards", []))
 
 
 def fingerprint(model: nn.Module, tokenizer: Any) -> str:
-    """sha256 over what decides a vector: weights, form of the network, tokens of a probe text."""
+    """Return a sha256 of the weights, the architecture and the tokens of a probe text."""
     digest = hashlib.sha256()
     keys = "model_type num_hidden_layers num_attention_heads hidden_act layer_norm_eps".split()
     form = {k: getattr(model.config, k, None) for k in keys}
@@ -86,14 +86,14 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
 
 
 def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
-    """What an index and its queries must share: all of an encoder but the length of queries."""
+    """Return what an index and its queries must share (not the query length)."""
     settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
     dim = {"dim": model.config.hidden_size}
     return dim | settings | {"fingerprint": fingerprint(model, tokenizer)}
 
 
 def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
-    """RetrieverError where the index was built with another encoder or setting."""
+    """RetrieverError if another encoder or setting built the index."""
     name = index.meta.get("encoder") or "unnamed"
     way_out = f"Open it with the encoder that built it ({name}), or build another index."
     check_same(index.folder, index.meta, encoder_identity(model, tokenizer, encoder), way_out)
@@ -112,12 +112,12 @@ def build_shards(
     shard_size: int,
     workers: int,
 ) -> int:
-    """Encode a corpus into `folder`; the number of passages that were encoded now.
+    """Encode missing or damaged shards into `folder`; return the number of passages encoded.
 
-    encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), texts that were cut)
+    encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), number of cut texts)
 
-    A shard appears whole or not at all, with an entry beside it that moves to meta.json at the end;
-    what is missing or damaged is made. In a process group each rank makes its share.
+    Shards are written atomically, with entries that move to meta.json at the end. In a process
+    group this is a collective: each rank makes its share.
     """
     check_k(shard_size, "shard_size")
     identity = encoder_identity(model, tokenizer, encoder)
@@ -134,7 +134,7 @@ def build_shards(
         meta = before or new
         check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
         for entry in folder.glob("shard-*.json") if not before else ():
-            entry.unlink()  # of an index that lost its settings
+            entry.unlink()  # an index that lost its meta.json
         corpus.save_ids(folder)
         meta = meta | {"files": checksums(folder, "ids.txt")}
         if meta != before:
@@ -167,7 +167,7 @@ def build_shards(
 def _tokens(
     corpus: Corpus, spans: Sequence[range], tokenizer: Any, prefix: str, workers: int
 ) -> Iterator[list[np.ndarray]]:
-    """Token ids, uncut, of the passages of every shard, PART of them at a time, in order."""
+    """Yield the uncut token ids of all shards' passages in order, PART at a time."""
     firsts = [(first, span.stop) for span in spans for first in span[::PART]]
     parts = (corpus.part(first, min(first + PART, stop)) for first, stop in firsts)
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -184,7 +184,7 @@ def _tokens(
 def _encode_shards(
     folder: Path, missing: dict[int, range], tokens: Iterator[list[np.ndarray]], encode: Encode
 ) -> None:
-    """Encode shards (number → passages), while a thread writes the last one."""
+    """Encode shards (number → passages) while a thread writes the previous one."""
     bar, kept = Progress(sum(map(len, missing.values())), f"index {folder}"), None
     with ThreadPoolExecutor(1) as keeper:
         for number, span in missing.items():
@@ -203,8 +203,8 @@ def _encode_shards(
 
 
 def _keep(folder: Path, number: int, span: range, vectors: Tensor, cut: int) -> None:
-    """Write a shard, (len(span), D) fp16, and its entry."""
-    finite = torch.isfinite(vectors).all(1)  # a number too large for fp16 is infinite there
+    """Write a shard (len(span), D), fp16, and its entry."""
+    finite = torch.isfinite(vectors).all(1)  # fp16 overflow is infinite
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
         raise RetrieverError(
@@ -220,16 +220,15 @@ def _keep(folder: Path, number: int, span: range, vectors: Tensor, cut: int) -> 
 
 
 def _entry(folder: Path, number: int, meta: dict) -> dict | None:
-    """The entry of a shard: beside it during a build, in meta.json afterwards."""
+    """Read a shard's entry: its own .json during a build, then meta.json."""
     path = folder / f"shard-{number:05d}.json"
     if not path.is_file():
         return meta["shards"][number] if meta["complete"] else None
-    with contextlib.suppress(ValueError):  # damaged: the shard is made again
+    with contextlib.suppress(ValueError):  # damaged: make the shard again
         return json.loads(path.read_text())
 
 
 def _is_sound(folder: Path, number: int, span: range, meta: dict) -> bool:
-    """Is that shard there, whole and as it was written?"""
     entry, path = _entry(folder, number, meta), folder / f"shard-{number:05d}.npy"
     if entry is None or entry["rows"] != len(span) or not path.is_file():
         return False
@@ -237,7 +236,6 @@ def _is_sound(folder: Path, number: int, span: range, meta: dict) -> bool:
 
 
 def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
-    """Move the entries of all shards to meta.json."""
     entries = [_entry(folder, n, meta) for n in range(shards)]
     if not all(entries):
         raise RetrieverError(
@@ -254,12 +252,12 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
 
 
 def open_shards(folder: Path, verify: bool = False) -> Index:
-    """Open a finished index, memory-mapped; `verify` compares every file with its checksum.
+    """Memory-map a finished index; `verify` compares its files with their checksums.
 
-    RetrieverError: no index, an unfinished or a damaged one.
+    RetrieverError: missing, unfinished or damaged.
     """
     with opening(folder, verify, format=FORMAT) as meta:
-        # "c": private pages, which torch takes uncopied
+        # "c": writable privately, so that torch needs no copy
         shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
         ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
@@ -275,13 +273,11 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 
 
 class VectorRetriever(Retriever):
-    """Inner-product search over an index. Safe among threads.
+    """Thread-safe inner-product search: exact on `device`, or by `faiss`, approximately.
 
-    `encode_queries` is the subclass's: (Q, D) float32 on the CPU, and which queries were cut.
-
-    Exact, on `device`; with `faiss` by that index: what it does not find has no rank. With `across`
-    every rank of a process group holds its share of the shards; `search` and `gold_ranks` are then
-    collectives, to which each rank comes with its own queries, or none.
+    Subclasses define `encode_queries`: (Q, D) float32 on the CPU, and which queries were cut.
+    With `across` each rank holds a share of the shards; `search` and `gold_ranks` are then
+    collectives, which each rank calls with its own queries, or none.
     """
 
     def __init__(
@@ -296,7 +292,7 @@ class VectorRetriever(Retriever):
         self.across, self.faiss, self.cut_passages = across, faiss, index.cut_passages
         self.first, self.group, shards = 0, None, index.shards  # first passage held here
         if across:
-            self.group = dist.new_group(backend="gloo")  # its own: a trainer may search in a thread
+            self.group = dist.new_group(backend="gloo")  # own: trainers may search in a thread
             rank, world = dist.get_rank(), dist.get_world_size()
             first, last = (len(shards) * r // world for r in (rank, rank + 1))
             self.first, shards = sum(map(len, shards[:first])), shards[first:last]
@@ -304,11 +300,11 @@ class VectorRetriever(Retriever):
 
     @cached_property
     def _order(self) -> Tensor:
-        """(M,) the place of each id in ascending order."""
+        """(M,) place of each id."""
         return torch.from_numpy(self.passage_ids.order).to(self.device)
 
     def _gathered(self, part: Any) -> list:
-        """`part` of every rank of the group."""
+        """Return `part` of every rank (a collective)."""
         if not self.across:
             return [part]
         parts: list = [None] * dist.get_world_size()
@@ -316,14 +312,14 @@ class VectorRetriever(Retriever):
         return parts
 
     def _of_all_ranks(self, vectors: Tensor, golds: list) -> tuple[Tensor, list, slice]:
-        """Query vectors (Q, D) and golds of all ranks, and where this rank's own lie."""
+        """Join (Q, D) vectors and golds of all ranks; slice: this rank's own."""
         parts = self._gathered((vectors, golds))
         before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.across else 0
         joined = torch.cat([part for part, _ in parts]).to(self.device)
         return joined, sum((part for _, part in parts), []), slice(before, before + len(vectors))
 
     def _exact_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
-        """The best k passages of all ranks for (Q, D) vectors; None on NaN."""
+        """Best k passages of all ranks for (Q, D) vectors; None on NaN."""
         order = self._order[self.first : self.first + sum(map(len, self.shards))]
         found = scores, rows, failed = exact_search(vectors, self.shards, k, order)
         if self.across:
@@ -338,7 +334,6 @@ class VectorRetriever(Retriever):
         ]
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
-        """The best k passages that FAISS finds for (Q, D) vectors; None on NaN."""
         out: list[Hits | None] = []
         for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
             pairs = zip(rows.tolist(), scores.tolist())
@@ -348,7 +343,7 @@ class VectorRetriever(Retriever):
         return out
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """The min(k, M) best passages of every query, None on NaN; which queries were cut."""
+        """Return the best min(k, M) passages, None on NaN, and which queries were cut."""
         vectors, cut = self.encode_queries(queries)
         if self.faiss is not None:
             return self._faiss_hits(vectors, k) if queries else [], cut
@@ -359,9 +354,9 @@ class VectorRetriever(Retriever):
     def ranks(
         self, queries: list[str], golds: list[list[int]], cutoff: int
     ) -> tuple[list[int | None], list[bool]]:
-        """The ranks of `gold_ranks`, and which queries were cut."""
+        """Return the ranks of `gold_ranks`, and which queries were cut."""
         vectors, cut = self.encode_queries(queries)
-        if self.faiss is not None:  # in the list of the best; golds do not count among them
+        if self.faiss is not None:  # what FAISS misses has no rank; golds don't count
             k = cutoff + max(map(len, golds), default=0)
             lists = self._faiss_hits(vectors, k) if queries else []
             sets = [{self.passage_ids[row] for row in rows} for rows in golds]
@@ -378,7 +373,7 @@ class VectorRetriever(Retriever):
 
 
 def faiss_place(index: Index, root: str, factory: str) -> tuple[Path, dict]:
-    """The folder of a FAISS index beside a dense one, and what of the dense one it depends on."""
+    """Return a FAISS index's folder and the settings of the dense index that it needs."""
     keys = "count dim corpus fingerprint pooling normalise passage_prefix passage_length".split()
     folder = Path(root, "faiss-" + re.sub(r"\W+", "-", factory))
     return folder, {key: index.meta[key] for key in keys}

@@ -1,10 +1,9 @@
-"""Exact inner products over an index: the best passages of a query, and the rank of its gold.
+"""Exact inner-product search and gold ranks over an index.
 
 Shards are fp16, in memory or memory-mapped. A CPU multiplies in float32, a GPU in fp16 summed in
-float32, one block of passages at a time. A rank needs no list: product, comparison, count.
+float32, one block of passages at a time. Ranks are counted without making lists.
 
-Shapes: Q queries, M passages, m of a block, D embedding size, K list length, P pairs of a query and
-one of its golds.
+Shapes: Q queries, M passages, m of a block, D embedding size, K list length, P (query, gold) pairs.
 """
 
 from __future__ import annotations
@@ -21,30 +20,24 @@ from torch import Tensor
 
 from search.passages import FAILED
 
-CPU_BLOCK = 1 << 20  # numbers of a block of passages: it stays in the cache
+CPU_BLOCK = 1 << 20  # numbers of a block: fits the cache
 GPU_BLOCK = 1 << 28  # scores of a block
 
 
 def _padded(matrix: Tensor, multiple: int) -> Tensor:
-    """Rows of zeros below, up to a multiple: on whole tiles equal vectors get bit-equal scores.
-
-    At a ragged edge BLAS kernels use other instructions, which round differently.
-    """
+    """Append zero rows up to a multiple, as BLAS rounds differently at ragged edges."""
     return F.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
 
 
 def _products(queries: Tensor, shards: Sequence) -> Iterator[tuple[int, Tensor]]:
-    """(number of the first passage, (Q, m) float32 scores) of every block of the shards, in order.
-
-    A block's scores are overwritten by the next block's.
-    """
+    """Yield (first passage number, (Q, m) float32 scores) per block; the next overwrites them."""
     n, dim = queries.shape
     if queries.is_cuda:
         rows = max(GPU_BLOCK // max(n, 1), 4096) // 64 * 64
         queries = _padded(queries.half(), 8)
     else:
         rows = max(CPU_BLOCK // dim, 64) // 64 * 64
-        queries = _padded(queries, 8) if n > 1 else queries  # one alone: matrix times vector
+        queries = _padded(queries, 8) if n > 1 else queries  # one query: matrix times vector
         block, out = torch.zeros(rows, dim), torch.empty(len(queries), rows)
     first = 0
     for shard in shards:
@@ -54,14 +47,14 @@ def _products(queries: Tensor, shards: Sequence) -> Iterator[tuple[int, Tensor]]
                 part = _padded(part.to(queries.device, torch.float16), 64)
                 scores = torch.mm(queries, part.T, out_dtype=torch.float32)
             else:
-                block[: len(part)].copy_(part)  # what stands below a shorter part is not looked at
+                block[: len(part)].copy_(part)  # rows below a short part are ignored
                 scores = torch.mm(queries, block.T, out=out)
             yield first + start, scores[:n, : min(rows, len(shard) - start)]
         first += len(shard)
 
 
 def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
-    """(len(rows), D) float32: the vectors of the passages with those numbers."""
+    """Return (len(rows), D) float32 vectors of the passages `rows`."""
     out, first = torch.empty(len(rows), shards[0].shape[1]), 0
     for shard in shards:
         inside = np.flatnonzero((rows >= first) & (rows < first + len(shard)))
@@ -71,9 +64,9 @@ def _take(shards: Sequence, rows: np.ndarray) -> Tensor:
 
 
 def place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
-    """One shard in a GPU's memory where all fill at most half of what is free, else `shards`.
+    """Join shards on a GPU if they are finite and fit half its free memory, else return `shards`.
 
-    They also stay where they are if a passage is not finite: only there is it looked for.
+    The GPU kernel does not check passages for NaN.
     """
     size = sum(s.nbytes for s in shards)
     if device.type != "cuda" or not shards or size > torch.cuda.mem_get_info(device)[0] // 2:
@@ -95,9 +88,9 @@ def place(shards: Sequence[np.ndarray], device: torch.device) -> Sequence:
 def best_of(
     found: Sequence[tuple[Tensor, Tensor, Tensor]], order: Tensor, n: int, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k best of hits: (query, score, passage number), each (H,) → (n, k) scores and numbers.
+    """Top k of hits (query, score, passage number), (H,) each → (n, k) scores and numbers.
 
-    Best first, ties by order (M,), the place of each id; -inf and 0 where a query has fewer hits.
+    Best first, ties by `order` (M,), the place of each id; -inf and 0 for missing hits.
     """
     query, score, row = (torch.cat(column) for column in zip(*found))
     by = order[row].argsort()
@@ -113,7 +106,7 @@ def best_of(
 
 
 def as_hits(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(Q, K) scores and passage numbers as hits for `best_of`."""
+    """Turn (Q, K) scores and passage numbers into hits for `best_of`."""
     query = torch.arange(len(scores), device=scores.device).repeat_interleave(scores.shape[1])
     return query, scores.flatten(), rows.flatten()
 
@@ -122,14 +115,14 @@ def as_hits(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def exact_search(
     queries: Tensor, shards: Sequence, k: int, order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Best k of all passages by inner product, block by block.
+    """Find the best k passages by inner product.
 
     queries: (Q, D) float32; shards: arrays (M_i, D), fp16 or float32; order: (M,) place of each id
-    → (Q, K) scores and passage numbers, K = min(k, M), best first, ties by id; (Q,) a NaN was seen
+    → (Q, K) scores and passage numbers, K = min(k, M), best first, ties by id; (Q,) NaN flags
     """
     n, k = len(queries), min(k, sum(map(len, shards)))
     failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
-    least = queries.new_full((n, 1), -math.inf)  # a lower score can't be among the k best
+    least = queries.new_full((n, 1), -math.inf)  # lower scores are not in the top k
     found = [as_hits(least[:, :0], order.new_zeros(n, 0, dtype=torch.long))]
     for first, scores in _products(queries, shards):
         failed |= scores.amax(1).isnan()
@@ -147,7 +140,7 @@ def exact_search(
 
 
 def _kernel(queries: Tensor, shards: Sequence):
-    """gold_ranks.py where it runs: a Hopper GPU with the whole index, Triton, D % 8 == 0."""
+    """gold_ranks.py if usable: whole index on a Hopper GPU, Triton, D % 8 == 0; else None."""
     whole = len(shards) == 1 and getattr(shards[0], "dtype", None) == torch.float16
     hopper = queries.is_cuda and torch.cuda.get_device_capability(queries.device)[0] == 9
     if whole and hopper and queries.shape[1] % 8 == 0 and importlib.util.find_spec("triton"):
@@ -158,7 +151,7 @@ def _kernel(queries: Tensor, shards: Sequence):
 
 
 def _gold_scores(queries: Tensor, shards: Sequence, query: Tensor, row: Tensor) -> Tensor:
-    """(P,) scores of pairs of a query and a passage: the kernel's, or of products with them."""
+    """(P,) scores of (query, passage) pairs, by the kernel if it is used."""
     if len(row) and (kernel := _kernel(queries, shards)):
         return kernel.own_scores(queries.half()[query], shards[0][row])
     out = queries.new_empty(len(row))
@@ -172,9 +165,9 @@ def _gold_scores(queries: Tensor, shards: Sequence, query: Tensor, row: Tensor) 
 def _count(
     queries: Tensor, shards: Sequence, best: Tensor, query: Tensor, row: Tensor, gold: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(Q,) passages that score at least `best` (Q,); (Q,) a NaN was seen; (P,) the golds' scores.
+    """(Q,) counts of passages scoring at least `best` (Q,); (Q,) NaN flags; (P,) gold scores.
 
-    gold: (P,) scores of the pairs (query, row) as `_gold_scores` gave them
+    gold: (P,) scores of the pairs (query, row) from `_gold_scores`
     """
     if kernel := _kernel(queries, shards):
         count = torch.zeros(len(queries), dtype=torch.int32, device=queries.device)
@@ -199,18 +192,18 @@ def exact_gold_ranks(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> list:
-    """Rank of every query's best gold among all passages; None beyond `cutoff`, FAILED on NaN.
+    """Return every query's best gold rank: None beyond `cutoff`, FAILED on NaN.
 
-    queries: (Q, D) float32; shards: as in `exact_search`, on a GPU as `place` gave them
+    queries: (Q, D) float32; shards: as in `exact_search`, on a GPU from `place`
     golds: Q non-empty lists of passage numbers
-    With a `group` this is a collective: `shards` are the passages from number `first` on, other
-    ranks hold the others, queries and golds are the same everywhere.
+    With a `group` a collective: `shards` begin at passage `first`, other ranks hold the rest;
+    queries and golds are equal on all ranks. RuntimeError: arithmetic is not reproducible.
     """
 
     def over_ranks(values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if group is None:
             return values
-        joined = values.cpu()  # gloo: apart from what a trainer sends
+        joined = values.cpu()  # gloo: apart from a trainer's traffic
         dist.all_reduce(joined, how, group=group)
         return joined.to(values.device)
 
@@ -219,11 +212,11 @@ def exact_gold_ranks(
     here = (row >= 0) & (row < sum(map(len, shards)))
     query, row = query[here], row[here]  # (P,) golds among the passages held here
     gold = _gold_scores(queries, shards, query, row)
-    for _ in range(2):  # once more where the pass over all passages rounds the golds otherwise
+    for _ in range(2):  # again if the full pass rounds golds differently
         best = torch.full((len(queries),), -math.inf, device=queries.device)
         best = over_ranks(best.scatter_reduce(0, query, gold, "amax"), dist.ReduceOp.MAX)
         others, failed, seen = _count(queries, shards, best, query, row, gold)
-        others = others.index_add(0, query, -(seen >= best[query]).long())  # no gold counts
+        others = others.index_add(0, query, -(seen >= best[query]).long())  # golds don't count
         moved = torch.zeros_like(others).index_add(0, query, (seen != gold).long())
         found = torch.stack([others, failed.long(), moved])  # (3, Q)
         others, failed, moved = over_ranks(found, dist.ReduceOp.SUM)

@@ -1,7 +1,7 @@
-"""Approximate and compressed search by FAISS: less memory or time, some passages not found.
+"""Approximate search by FAISS: less memory or time, but some passages are not found.
 
-The kind of index is FAISS's factory string (Flat, SQfp16, IVF4096,PQ64, HNSW32, …). It lies in a
-folder of its own beside the exact index. A GPU build of FAISS is used where one is installed.
+A FAISS factory string (Flat, SQfp16, IVF4096,PQ64, HNSW32, …) sets the kind of index. A GPU build
+of FAISS is used if installed.
 
 Shapes: Q queries, D embedding size, K list length.
 """
@@ -18,8 +18,8 @@ from runs import atomic_folder
 from search.passages import RetrieverError, check_k, check_same, opening, read_meta, write_meta
 
 FORMAT = "faiss-1"
-BLOCK = 65536  # vectors that are added at a time, in float32
-GPU_K = 2048  # the longest list that FAISS gives on a GPU
+BLOCK = 65536  # vectors added at a time
+GPU_K = 2048  # longest list of FAISS on a GPU
 
 
 def _faiss() -> Any:
@@ -34,14 +34,13 @@ def _faiss() -> Any:
 
 
 def _on_gpus(faiss: Any, index: Any, factory: str) -> Any:
-    """The index in the memory of all GPUs, where FAISS was built for them and has this kind."""
+    """Copy the index to all GPUs if this FAISS and index type can."""
     if getattr(faiss, "get_num_gpus", lambda: 0)() and "HNSW" not in factory:
         return faiss.index_cpu_to_all_gpus(index)
     return index
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the index file in a folder; 0 where it is missing."""
     return (folder / "index.faiss").stat().st_size if (folder / "index.faiss").is_file() else 0
 
 
@@ -53,11 +52,10 @@ def build_faiss(
     nprobe: int | None = None,
     ef_search: int | None = None,
 ) -> int:
-    """Build an index of the vectors of `shards`; the vectors added now, 0 where it stood there.
+    """Build an index of the vectors in `shards`; return how many were added, 0 if it exists.
 
-    source: what of the dense index must be the same when this one is opened
-    nprobe, ef_search: lists of an IVF index (None: 32) and width of the front in an HNSW graph
-    (None: 128) of a search that is not told otherwise
+    source: settings of the dense index that must match at opening
+    nprobe, ef_search: default IVF lists searched (None: 32) and HNSW search width (None: 128)
     """
     folder, settings = Path(folder), {"format": FORMAT, "factory": factory, **source}
     search = {"nprobe": 32 if nprobe is None else nprobe}
@@ -84,7 +82,7 @@ def build_faiss(
             "needs dozens of them: give a smaller number"
         )
     index = _on_gpus(faiss, on_cpu, factory)
-    step = max(-(-count // max(64 * lists, 1 << 18)), 1)  # a sample, evenly over the shards
+    step = max(-(-count // max(64 * lists, 1 << 18)), 1)  # an even sample
     index.train(np.concatenate([shard[::step] for shard in shards]).astype(np.float32))
     for shard in shards:
         for start in range(0, len(shard), BLOCK):
@@ -98,7 +96,7 @@ def build_faiss(
 
 
 class FaissIndex:
-    """A saved index; `nprobe` and `ef_search` may be set anew at any time (`set`)."""
+    """A saved index; `set` changes its search settings at any time."""
 
     def __init__(
         self,
@@ -107,9 +105,9 @@ class FaissIndex:
         nprobe: int | None = None,
         ef_search: int | None = None,
     ):
-        """RetrieverError: there is no index, a damaged one, or one of another source.
+        """source: as for `build_faiss`; nprobe, ef_search: None uses the saved values
 
-        source: what `build_faiss` was given; nprobe, ef_search: None: as saved
+        RetrieverError: the index is missing, damaged or of another source.
         """
         faiss, folder = _faiss(), Path(folder)
         with opening(folder, format=FORMAT, **source) as self.meta:
@@ -127,7 +125,7 @@ class FaissIndex:
         )
 
     def set(self, nprobe: int, ef_search: int) -> None:
-        """How much of the index a search looks at: more finds more and takes longer."""
+        """Set how much of the index is searched: more finds more but takes longer."""
         check_k(nprobe, "nprobe")
         check_k(ef_search, "ef_search")
         for space, index in self._parameters:
@@ -139,7 +137,7 @@ class FaissIndex:
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """(Q, D) float32 → (Q, K) scores and passage numbers, best first; -1: none was found.
 
-        Lists that are too long for a GPU come from the index in the CPU's memory.
+        Lists longer than GPU_K are searched on the CPU.
         """
         k = min(k, self.count)
         index = self._index if k <= GPU_K else self._on_cpu

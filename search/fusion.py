@@ -10,12 +10,12 @@ from search.passages import FAILED, Hits, Retriever, RetrieverError, check_k
 
 
 def rank_in(hits: Hits, score: float, golds: Collection[str]) -> int:
-    """1 + the passages of a list that score at least as high; golds of the query do not count."""
+    """Return 1 + the number of non-gold passages of a list that score at least `score`."""
     return 1 + sum(other >= score for id_, other in hits if id_ not in golds)
 
 
 def best_rank(hits: Hits, golds: Collection[str], cutoff: int) -> int | None:
-    """Rank of the best gold in a list; None where none is found up to `cutoff`."""
+    """Return the rank of the best gold in a list; None if absent or beyond `cutoff`."""
     best = max((score for id_, score in hits if id_ in golds), default=None)
     rank = math.inf if best is None else rank_in(hits, best, golds)
     return rank if rank <= cutoff else None
@@ -27,11 +27,11 @@ def rrf(
     depth: int | None = None,
     weights: Sequence[float] | None = None,
 ) -> Hits:
-    """Reciprocal rank fusion: the score of an id is the sum of weight / (k + its place in a list).
+    """Sum weight / (k + place) over lists: reciprocal rank fusion (Cormack et al. 2009).
 
-    lists: best first, entries (id, score) or bare ids; a repeated id counts by its best place
-    depth: places used of each list, all by default
-    → by (score descending, id ascending). Cormack, Clarke, Büttcher 2009.
+    lists: best first, (id, score) or ids; a repeated id counts at its best place
+    depth: places used of each list (None: all)
+    → (id, score), best first, ties by ascending id
     """
     weights = [1.0] * len(lists) if weights is None else list(weights)
     if len(weights) != len(lists):
@@ -43,15 +43,14 @@ def rrf(
         ids = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
         for place, id_ in enumerate(ids, 1):
             terms.setdefault(id_, []).append(weight / (k + place))
-    fused = [(id_, math.fsum(t)) for id_, t in terms.items()]  # in any order of the lists the same
+    fused = [(id_, math.fsum(t)) for id_, t in terms.items()]  # exact in any order
     return sorted(fused, key=lambda hit: (-hit[1], hit[0]))
 
 
 class HybridRetriever(Retriever):
     """Reciprocal rank fusion of the first `depth` places of a dense retriever and of BM25.
 
-    In `gold_ranks` a gold's place on either side is 1 + the other passages of the list that score
-    at least as high, and fused ties count against it; golds of the query do not.
+    In `gold_ranks` ties count against a gold in both lists and after fusion; other golds don't.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class HybridRetriever(Retriever):
         self.passage_ids, self.cut_passages = dense.passage_ids, dense.cut_passages
 
     def _lists(self, queries: list[str]) -> tuple[list[tuple[Hits | None, Hits]], list[bool]]:
-        """Both lists of every query; which queries either side cut."""
         (dense, long), (words, many) = (
             side.hits(queries, self.depth) for side in (self.dense, self.bm25)
         )
@@ -91,14 +89,14 @@ class HybridRetriever(Retriever):
         return rrf(lists, self.k, weights=self.weights)
 
     def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """The k best of the at most 2 · depth fused entries of every query, None on NaN."""
+        """Return the best k of 2 · depth passages, None on NaN, and which queries were cut."""
         lists, cut = self._lists(queries)
         return [None if both[0] is None else self._fused(both)[:k] for both in lists], cut
 
     def ranks(
         self, queries: list[str], golds: list[list[int]], cutoff: int
     ) -> tuple[list[int | float | None], list[bool]]:
-        """The ranks of `gold_ranks`, and which queries were cut."""
+        """Return the ranks of `gold_ranks`, and which queries were cut."""
         lists, cut = self._lists(queries)
         sets = [{self.passage_ids[row] for row in rows} for rows in golds]
         return [

@@ -1,11 +1,10 @@
-"""The rank of a gold passage on a Hopper GPU: one kernel that multiplies, compares and counts.
+"""Gold ranks on a Hopper GPU: one kernel that multiplies, compares and counts.
 
-Scores of a tile of 128 queries and 256 passages stay in registers, are compared there with the
-score of each query's gold, and only counts are written. Query tiles run fastest, so a passage comes
-from memory once. The gold's own score comes out of the same code (`OWN`): rounding can't place it
-against itself. Needs Triton at import; exact.py imports it where there is a card that runs it.
+Scores of a tile of 128 queries and 256 passages stay in registers, are compared there with each
+query's gold score, and only counts are written. Query tiles vary fastest, so a passage is read
+once. Gold scores come from the same code (`OWN`) and round alike. Needs Triton at import.
 
-Shapes: Q queries, M passages, D embedding size, P pairs of a query and one of its golds.
+Shapes: Q queries, M passages, D embedding size, P (query, gold) pairs.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE_M, TILE_D, STAGES = 256, 64, 4  # passages of a tile, columns of one part, parts in flight
+TILE_M, TILE_D, STAGES = 256, 64, 4  # passages per tile, columns per part, parts in flight
 
 
 @gluon.jit
 def _tiles(n_queries, n_passages, TILE_M: gl.constexpr, OWN: gl.constexpr):
-    """Tiles of queries, and tiles of scores in all."""
     tiles_q = gl.cdiv(n_queries, 128)
     return tiles_q, tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
 
@@ -42,7 +40,7 @@ def _load(
     STAGES: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    """Fill the buffers: 2 x 64 queries and the passages of every tile, TILE_D columns at a time."""
+    """Load 2 x 64 queries and the passages of every tile, TILE_D columns at a time."""
     q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
         tensors
     )
@@ -73,7 +71,7 @@ def _count(
     STAGES: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    """Multiply one half of the queries of every tile and count scores at least the gold's."""
+    """Multiply half of every tile's queries and count scores >= the gold's."""
     q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
         tensors
     )
@@ -87,7 +85,7 @@ def _count(
         q0 = tile % tiles_q * 128
         rows = q0 + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         here = rows < n_queries
-        gold = gl.load(gold_ptr + rows, mask=here, other=0.0)  # comes while the tile is multiplied
+        gold = gl.load(gold_ptr + rows, mask=here, other=0.0)  # loads during multiplication
         scores = warpgroup_mma_init(scores)
         for column in range(0, D, TILE_D):
             slot = step % STAGES
@@ -105,7 +103,7 @@ def _count(
             gl.store(gold_ptr + rows, own, mask=here)
         else:
             count = gl.sum((scores >= gold.expand_dims(1)).to(gl.int32), 1)
-            # rows of zeros below the last passage
+            # zero rows below the last passage
             beyond = gl.maximum(tile // tiles_q * TILE_M + TILE_M - n_passages, 0)
             count -= gl.where(gold <= 0, beyond, 0)
             gl.atomic_add(count_ptr + rows, count, mask=here, sem="relaxed")
@@ -125,11 +123,10 @@ def specialised(
     STAGES: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    """Counts of scores >= gold (Q,) to count_ptr, or with OWN scores of (q_i, p_i) to gold_ptr.
+    """Add counts of scores >= gold (Q,) to count_ptr; if OWN, write (q_i, p_i) scores to gold_ptr.
 
-    A program lives as long as the kernel and takes every n-th tile. One warp loads, two groups of
-    warps multiply 64 queries each and wait for buffers, not for each other: one compares and counts
-    while the other multiplies.
+    Persistent programs take every n-th tile. One warp loads; two warp groups multiply 64 queries
+    each without waiting for each other, so that one counts while the other multiplies.
     """
     q_bufs = gl.allocate_shared_memory(gl.float16, [2 * STAGES, 64, TILE_D], q_desc.layout)
     p_bufs = gl.allocate_shared_memory(gl.float16, [STAGES, TILE_M, TILE_D], p_desc.layout)
@@ -137,7 +134,7 @@ def specialised(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)  # filled
-        mbarrier.init(empty.index(i), count=2)  # read, by either half
+        mbarrier.init(empty.index(i), count=2)  # read by both halves
     buffers = (q_desc, p_desc, q_bufs, p_bufs, ready, empty)
     tensors = buffers + (gold_ptr, count_ptr, n_queries, n_passages)
     gl.warp_specialize(
@@ -163,7 +160,7 @@ def _run(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bo
 
 
 def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
-    """(P,) float32 products of (P, D) fp16 queries and passages, rounded as by `add_counts`."""
+    """Return (P,) products of (P, D) fp16 pairs in float32, rounded as by `add_counts`."""
     out = torch.zeros(len(queries), dtype=torch.float32, device=queries.device)
     unused = torch.zeros(1, dtype=torch.int32, device=out.device)
     _run(queries.contiguous(), passages.contiguous(), out, unused, True)
@@ -173,6 +170,6 @@ def own_scores(queries: Tensor, passages: Tensor) -> Tensor:
 def add_counts(count: Tensor, queries: Tensor, passages: Tensor, gold: Tensor) -> None:
     """Add to count (Q,) int32 the passages (M, D) fp16 that score at least gold (Q,) float32.
 
-    queries: (Q, D) fp16, D a multiple of 8. Nothing may be NaN or infinite: exact.py looks before.
+    queries: (Q, D) fp16, D a multiple of 8. Counts are only right for finite values.
     """
     _run(queries.contiguous(), passages, gold.contiguous(), count, False)

@@ -1,6 +1,6 @@
-"""Texts without padding: one behind the other in a row of tokens, on CUDA.
+"""Encode texts without padding, concatenated to rows of tokens, on CUDA.
 
-Shapes: B texts of a row, T tokens, S texts at most, H heads, D embedding size.
+Shapes: B texts of a row, T tokens, S maximum texts, H heads, D embedding size.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # take positions and pass keywords on
+PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # accept positions and more keywords
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Can texts go through this model without padding?"""
+    """Return whether this model can run without padding."""
     family = model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
     return family and next(model.parameters()).is_cuda
 
@@ -25,33 +25,33 @@ def can_pack(model: nn.Module) -> bool:
 def _packed_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, max_length_q, **_
 ) -> tuple[Tensor, None]:
-    """(1, H, T, d) each → (1, T, H, d); every text sees itself alone."""
+    """(1, H, T, d) each → (1, T, H, d); a text attends only to itself."""
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, d)
     texts = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     return varlen_attn(query, key, value, *texts, scale=scaling)[None], None
 
 
 class PackedModel:
-    """A model that reads texts one behind the other in a row of tokens, without padding."""
+    """Encodes rows of concatenated texts without padding."""
 
     def __init__(self, model: nn.Module, batch_tokens: int, longest: int, compiled: bool = False):
-        """batch_tokens: of a row; longest: of a text; compiled: rows are filled up to one shape"""
+        """batch_tokens: per row; longest: per text; compiled: fill rows up to one shape"""
         from transformers import AttentionInterface
 
         AttentionInterface.register("packed_texts", _packed_attention)
         self.model, self.core = model, getattr(model, "roberta", model)  # ANCE has a head beside it
-        bert = model.config.model_type == "bert"  # the others begin behind the padding's position
+        bert = model.config.model_type == "bert"  # others start after the padding position
         self.first_position = 0 if bert else model.config.pad_token_id + 1
         limit = model.config.max_position_embeddings - self.first_position
         self.longest, self.compiled = min(longest, limit), compiled
         self.row = max(batch_tokens, self.longest)
-        self.texts = max(self.row // 64, 1)  # of a row at most: attention pays for every place
-        if compiled:  # layer by layer, in seconds; the model as a whole takes minutes
+        self.texts = max(self.row // 64, 1)  # most per row: attention pays for unused ones
+        if compiled:  # by layer: takes seconds, the whole model minutes
             for layer in self.core.encoder.layer:
                 layer.forward = torch.compile(layer.forward, dynamic=False)
 
     def batches(self, lengths: Sequence[int]) -> Iterator[slice]:
-        """Runs of texts that fill a row, in order."""
+        """Split texts into rows, in order."""
         start = total = 0
         for i, length in enumerate(lengths):
             if total + length > self.row or i - start == self.texts:
@@ -62,7 +62,7 @@ class PackedModel:
             yield slice(start, len(lengths))
 
     def states(self, input_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-        """(T,) ids and positions, (S + 1,) first tokens of S texts and the end → (T, D) states."""
+        """(T,) ids and positions, (S + 1,) starts of texts and the end → (T, D) states."""
         config = self.core.config
         tokens = {"input_ids": input_ids, "position_ids": positions}
         tokens["token_type_ids"] = torch.zeros_like(input_ids)
@@ -76,13 +76,13 @@ class PackedModel:
         return out.last_hidden_state[0]
 
     def vectors(self, tokens: list[np.ndarray], encoder: Any) -> Tensor:
-        """(B, D) float32 vectors of B texts that fill a row, on the device, not waited for."""
+        """Encode a row of B texts → (B, D) float32 on the device, without waiting for it."""
         device = next(self.model.parameters()).device
         lengths = np.array([len(t) for t in tokens])
         ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)
         positions = np.arange(len(flat)) - np.repeat(ends - lengths, lengths) + self.first_position
         starts = np.concatenate([[0], ends]).astype(np.int32)
-        if self.compiled:  # what is filled up belongs to no text
+        if self.compiled:  # the fill belongs to no text
             fill = (0, self.row - len(flat))
             flat, positions = (np.pad(x, fill, constant_values=x[0]) for x in (flat, positions))
             starts = np.pad(starts, (0, self.texts + 1 - len(starts)), mode="edge")

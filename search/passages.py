@@ -1,6 +1,6 @@
-"""What retrievers share: settings, calls, ids, one pass over a corpus, texts by id, meta.json.
+"""What retrievers share: settings, base class, ids, corpus reading, texts, index folders.
 
-Needs no torch, so that a process which only reads and tokenises starts at once. Shapes: M passages.
+Needs no torch, so that worker processes start fast. Shapes: M passages.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from config import above, at_least, between
 from data import DataError, Passage, _scrub, located_lines, located_passages, open_input
 from runs import atomic_write, path_with_digest
 
-FAILED = float("nan")  # in a list of ranks: a technical failure, excluded and counted by the caller
+FAILED = float("nan")  # a rank that failed; callers exclude and count it
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
 Source = str | os.PathLike | Sequence[Passage]  # a corpus file, or passages in memory
-PART = 2048  # passages between two places of a corpus file that are remembered
+PART = 2048  # passages between recorded offsets of a corpus file
 
 
 class RetrieverError(ValueError):
-    """Bad input to the retriever: the message names the value, the rule and the way out."""
+    """Bad input; the message names the value, the rule and the fix."""
 
     exit_status = 2
 
@@ -45,71 +45,71 @@ class RetrieverError(ValueError):
 @dataclass
 class RetrieverConfig:
     kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
-    """words (bm25), vectors (dense), both fused (hybrid), what a serve.py serves (remote)"""
+    """BM25, dense vectors, both fused (hybrid) or a serve.py server (remote)"""
     corpus: str = ""
-    """corpus file (JSONL or TSV) that an index is built from; all that bm25 needs"""
+    """corpus file (JSONL or TSV) to index; bm25 needs nothing else"""
     index: str = ""
-    """folder of saved indexes, with subfolders dense/ and bm25/"""
+    """folder of saved indexes (subfolders dense/ and bm25/)"""
     encoder: str = ""
     """local folder or hub name of the encoder (ANCE, E5, MiniLM, …)"""
     pooling: Literal["auto", "ance", "mean", "first"] = "auto"
-    """how token states become a vector; auto: as the model's files say"""
+    """pooling of token states; auto: as the model's files say"""
     normalise: bool | None = None
     """L2-normalise vectors; unset: as the model's files say"""
     query_prefix: str | None = None
-    """text put before queries; unset: 'query: ' for E5, none otherwise"""
+    """text before queries; unset: 'query: ' for E5, else none"""
     passage_prefix: str | None = None
-    """text put before passages; unset: 'passage: ' for E5, none otherwise"""
+    """text before passages; unset: 'passage: ' for E5, else none"""
     query_length: Annotated[int | None, at_least(3)] = None
-    """tokens a query may have; unset: 512 or the model's limit"""
+    """most tokens of a query; unset: 512 or the model's limit"""
     passage_length: Annotated[int | None, at_least(3)] = None
-    """tokens a passage may have; unset: 384 or the model's limit"""
+    """most tokens of a passage; unset: 384 or the model's limit"""
     batch_tokens: Annotated[int, at_least(0)] = 0
-    """tokens of one encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
+    """tokens per encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
     shard_size: Annotated[int, at_least(1)] = 65536
-    """passages of one index file; a killed build loses one or two files of every rank"""
+    """passages per index file; a killed build loses up to two per rank"""
     workers: Annotated[int, at_least(-1)] = -1
-    """processes of a rank that tokenise ahead; -1: a share of the cores with a GPU, else none"""
+    """tokenising processes per rank; -1: a share of the cores with a GPU, else 0"""
     across_ranks: bool = False
-    """dense, under torchrun: each rank holds its share of the vectors, all search together"""
+    """dense, under torchrun: split vectors among ranks, which search together"""
     verify: bool = False
-    """compare an index with its checksums, and the corpus with what was indexed"""
+    """compare index files and the corpus with their checksums"""
     faiss: str = ""
-    """factory string of a FAISS index beside the exact one, such as HNSW32; empty: exact search"""
+    """FAISS factory string, such as HNSW32; empty: exact search"""
     nprobe: Annotated[int | None, at_least(1)] = None
-    """FAISS: lists of an IVF index that a search looks at; unset: as saved, 32 when it is built"""
+    """FAISS IVF: lists searched; unset: as saved, 32 at a build"""
     ef_search: Annotated[int | None, at_least(1)] = None
-    """FAISS: width of the front in an HNSW graph; unset: as saved, 128 when it is built"""
+    """FAISS HNSW: search width; unset: as saved, 128 at a build"""
     device: str = "auto"
-    """where the encoder runs and vectors are compared; auto: cuda where there is one, else cpu"""
+    """where to encode and search; auto: cuda if available, else cpu"""
     k1: Annotated[float, at_least(0)] = 0.9
     """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
     b: Annotated[float, between(0, 1)] = 0.4
-    """BM25: share of length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
+    """BM25: length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
     query_words: Annotated[int | None, at_least(1)] = None
-    """BM25: words of a query that are used; unset: all"""
+    """BM25: words used of a query; unset: all"""
     analyzer: Literal["lucene", "snowball"] = "lucene"
-    """BM25: as Lucene and Anserini, to the bit; or as bm25s with PyStemmer (snowball)"""
+    """BM25: Lucene's analysis, or that of bm25s with PyStemmer (snowball)"""
     bm25_workers: Annotated[int, at_least(1)] = 1
-    """BM25: processes that build an index, threads that share the queries of one batch"""
+    """BM25: processes that build an index, threads that search"""
     depth: Annotated[int, at_least(1)] = 100
-    """hybrid: places used of either list"""
+    """hybrid: passages used of each list"""
     rrf_k: Annotated[int, at_least(0)] = 60
-    """hybrid: the constant of reciprocal rank fusion"""
+    """hybrid: constant of reciprocal rank fusion"""
     weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
     """hybrid: weights of dense and BM25"""
     url: str = ""
-    """remote: address of the server, such as http://127.0.0.1:8000"""
+    """remote: server address, such as http://127.0.0.1:8000"""
     timeout: Annotated[float, above(0)] = 120.0
-    """remote: seconds for the answer to one request"""
+    """remote: seconds for the answer to a request"""
     retries: Annotated[int, at_least(0)] = 8
-    """remote: further tries of a request, after 1, 2, 4, … 30 s: 8 bridge about two minutes"""
+    """remote: retries of a request, after 1, 2, 4, … 30 s (8: two minutes)"""
     request_queries: Annotated[int, at_least(1)] = 128
-    """remote: queries of one request"""
+    """remote: queries per request"""
 
 
 def retriever_settings(r: RetrieverConfig) -> dict:
-    """What of a retriever decides its ranks."""
+    """Return the settings that decide ranks, with file digests."""
     files = {"corpus": r.corpus, "encoder": r.encoder}
     for kind in ("bm25", "dense"):
         files[f"index {kind}"] = r.index and os.path.join(r.index, kind)
@@ -122,13 +122,10 @@ def retriever_settings(r: RetrieverConfig) -> dict:
 
 
 def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
-    """RetrieverError where a saved index of `cfg` was not built from this corpus file as it is.
-
-    A file of the size that was indexed is taken for the same, unless `verify` has it read.
-    """
+    """RetrieverError if an index has another corpus; without `verify` only sizes count."""
     if not (corpus and cfg.index):
         return
-    with open_input(corpus):  # its error, where there is none
+    with open_input(corpus):  # fails if missing
         size, now = os.path.getsize(corpus), ""
     for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
         meta = read_meta(folder := Path(cfg.index, kind)) or {}
@@ -145,19 +142,16 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
 
 
 class PassageIds:
-    """An index's unique ids in order: `ids[i]`, `id in ids`, `set & ids`, `ids.position(id)`.
-
-    One behind the other in memory or a mapped file, and found by bisection.
-    """
+    """An index's unique ids in order, found by bisection: `ids[i]`, `id in ids`, `set & ids`."""
 
     def __init__(self, ids: Iterable[str], lines: Callable[[str], list[str]] = lambda id_: []):
-        """lines: where in a file an id stands. RetrieverError: one occurs twice."""
+        """lines: where an id stands, for the RetrieverError if it repeats"""
         text, start = bytearray(), array("q", [0])
         for id_ in ids:
             text += f"{id_}\n".encode()
             start.append(len(text))
-        self._text, self._start = bytes(text), np.array(start)  # (M + 1,) where each id begins
-        rows = sorted(range(len(start) - 1), key=self._bytes)  # UTF-8 sorts as Python's strings do
+        self._text, self._start = bytes(text), np.array(start)  # (M + 1,) offsets
+        rows = sorted(range(len(start) - 1), key=self._bytes)  # UTF-8 sorts like str
         for one, other in pairwise(rows):
             if self._bytes(one) == self._bytes(other):
                 first, second = lines(self[one]) or ("", "")
@@ -166,12 +160,12 @@ class PassageIds:
                     "unique: rename one"
                 )
         self._sorted = np.array(rows, dtype=np.int32 if len(rows) < 1 << 31 else np.int64)  # (M,)
-        self.order = np.empty_like(self._sorted)  # (M,) the place of each id in ascending order
+        self.order = np.empty_like(self._sorted)  # (M,) place of each id in sorted order
         self.order[self._sorted] = np.arange(len(rows))
 
     @classmethod
     def open(cls, folder: Path) -> PassageIds:
-        """The ids of an index folder, memory-mapped; OSError or ValueError: damaged, or none."""
+        """Memory-map the ids of an index folder. OSError, ValueError: missing or damaged."""
         self, path = cls.__new__(cls), folder / "ids.txt"
         arrays = (mapped(folder / f"ids.{name}.npy", "c") for name in ("start", "sorted", "order"))
         self._start, self._sorted, self.order = arrays
@@ -214,7 +208,7 @@ class PassageIds:
         return self._find(id_) is not None
 
     def position(self, id_: str) -> int:
-        """The number of the passage with that id; RetrieverError where there is none."""
+        """Return the passage number of an id. RetrieverError: unknown id."""
         row = self._find(id_)
         if row is None:
             raise RetrieverError(
@@ -228,8 +222,8 @@ class PassageIds:
 
 
 def check_queries(queries: Iterable[str]) -> list[str]:
-    """The queries as a list, lone surrogates replaced: tokenizers and JSON don't take them."""
-    if isinstance(queries, str):  # each of its characters would be searched
+    """List the queries, replacing lone surrogates, which tokenizers and JSON reject."""
+    if isinstance(queries, str):
         raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries")
     queries = list(queries)
     for i, query in enumerate(queries):
@@ -244,7 +238,7 @@ def check_k(k: int, name: str = "k") -> None:
 
 
 def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
-    """The gold ids of every query; a bare string is a list of one."""
+    """Return a list of gold ids per query; a bare string is one id."""
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
         raise RetrieverError(
@@ -254,10 +248,10 @@ def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) 
 
 
 class Retriever:
-    """Search among the passages `passage_ids` by what a subclass finds. Safe among threads.
+    """Thread-safe base class; subclasses define `passage_ids`, `hits` and `ranks`.
 
-    `hits(queries, k)`: a list for every query, None on a NaN score, and which queries were cut;
-    `ranks(queries, golds, cutoff)`: a rank for every query and its golds' passage numbers, likewise
+    Both return a result per query (`hits`: None on a NaN score) and which queries were cut.
+    Golds in `ranks` are passage numbers.
     """
 
     passage_ids: PassageIds
@@ -272,7 +266,7 @@ class Retriever:
             self.cut_queries += sum(cut)
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """The best k passages of every query, by (score descending, id ascending)."""
+        """Return the best k passages of every query, ties by ascending id."""
         check_k(k)
         hits, cut = self.hits(queries := check_queries(queries), k)
         self._count_cut(cut)
@@ -287,7 +281,7 @@ class Retriever:
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
     ) -> list[int | float | None]:
-        """Rank of the best gold of every query; None beyond `cutoff`, FAILED on a NaN score."""
+        """Return every query's best gold rank: None beyond `cutoff`, FAILED on a NaN score."""
         check_k(cutoff, "cutoff")
         queries = check_queries(queries)
         golds = gold_lists(queries, gold_ids)
@@ -307,7 +301,7 @@ class Retriever:
 
 @dataclass
 class FilePart:
-    """Passages of a corpus file: `count` of them behind `skip` others from (line, byte) on."""
+    """`count` passages of a corpus file, after `skip` passages from `start` (line, byte)."""
 
     path: str
     start: tuple[int, int]
@@ -320,13 +314,13 @@ class FilePart:
 
 
 class Corpus:
-    """A corpus file, or passages in memory: read once, then given out in parts.
+    """A corpus file or passages in memory: read once, then given out in parts.
 
-    `count`, `digest` (sha256 over ids and contents) and `size` (bytes of the file) tell it.
+    digest: sha256 over ids and contents; size: {"corpus_bytes": …}, {} in memory
     """
 
     def __init__(self, source: Source, ids: bool = False):
-        """ids: keep them, for `save_ids`. RetrieverError: one occurs twice."""
+        """ids: check and keep them. RetrieverError: no passage, a bad or repeated id."""
         self.path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
         self.passages = [] if self.path else list(source)
         self._starts, self.count, digest = [], 0, hashlib.sha256()
@@ -340,16 +334,15 @@ class Corpus:
         self.size = {"corpus_bytes": os.path.getsize(self.path)} if self.path else {}
 
     def save_ids(self, folder: Path) -> None:
-        """Write the ids where they were kept, and keep them no longer."""
+        """Write and release the ids if kept."""
         if self._ids is not None:
             self._ids.save(folder)
             self._ids = None
 
     def _read(self, digest: Any) -> Iterator[str]:
-        """The ids; notes on the way where parts begin, and adds to the digest."""
         rows = located_passages(self.path) if self.path else ((0, 0, p) for p in self.passages)
         for self.count, (line, byte, passage) in enumerate(rows, 1):
-            if passage.id.split() != [passage.id]:  # in memory; a reader has looked at a file's
+            if passage.id.split() != [passage.id]:  # file readers check this
                 raise RetrieverError(
                     f"passage id {passage.id!r} must be free of blanks (a column of TREC files)"
                 )
@@ -360,20 +353,19 @@ class Corpus:
             yield passage.id
 
     def _lines(self, id_: str) -> list[str]:
-        """Where in the file an id stands twice, in words."""
         rows = located_passages(self.path) if self.path else ()
         lines = [number for number, _, passage in rows if passage.id == id_]
         return [f" (first in line {lines[0]})", f"{self.path}:{lines[1]}: "] if lines else []
 
     def part(self, start: int, stop: int) -> Iterable[Passage]:
-        """The passages start:stop, small to send to a process where they are a file's."""
+        """Return passages start:stop; a file's are cheap to pickle."""
         if not self.path:
             return self.passages[start:stop]
         return FilePart(self.path, self._starts[start // PART], start % PART, stop - start)
 
 
 class Texts:
-    """Passages by id, read from the corpus file when asked for: 12 bytes a passage in memory."""
+    """Reads passages of a corpus file by id; takes 12 bytes a passage."""
 
     def __init__(self, path: str, ids: PassageIds):
         self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
@@ -393,7 +385,7 @@ class Texts:
             self.document(ids[i])
 
     def document(self, id_: str) -> dict[str, str]:
-        """{"id", "contents"}. DataError: in its place stands another passage."""
+        """Return {"id", "contents"}. DataError: the file differs from the index."""
         i = self.ids.position(id_)
         passage = next(iter(FilePart(self.path, (self.numbers[i], self.offsets[i]), 0, 1)), None)
         if (found := passage and passage.id) != id_:
@@ -410,8 +402,8 @@ class Texts:
 def in_processes(
     call: Callable, tasks: Iterable[tuple], workers: int, ahead: int = 4
 ) -> Iterator[Any]:
-    """`call(*task)` of every task, in order, by processes that work ahead by so many tasks each."""
-    context = multiprocessing.get_context("forkserver")  # which never touches a GPU
+    """Yield `call(*task)` in order from processes, up to `ahead` tasks ahead each."""
+    context = multiprocessing.get_context("forkserver")  # inherits no CUDA state
     with ProcessPoolExecutor(workers, context) as pool:
         waiting: deque = deque()
         try:
@@ -441,7 +433,7 @@ def _uncut(tokenizer_json: str) -> Any:
 
 
 def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> tuple[np.ndarray, np.ndarray]:
-    """Uncut token ids of passages, one behind the other, and their lengths, (M,)."""
+    """Return concatenated, uncut token ids and their lengths (M,)."""
     texts = [prefix + passage.contents for passage in part]
     tokens = [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
     return np.concatenate(tokens), np.array([len(ids) for ids in tokens])
@@ -451,7 +443,7 @@ def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> tuple[np.ndarr
 
 
 def mapped(path: Path, mode: str = "r") -> np.ndarray:
-    """An .npy file, memory-mapped; ValueError names it where it is damaged."""
+    """Memory-map an .npy file. ValueError: damaged."""
     try:
         return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
     except (EOFError, ValueError) as e:
@@ -459,7 +451,7 @@ def mapped(path: Path, mode: str = "r") -> np.ndarray:
 
 
 def read_meta(folder: Path) -> dict | None:
-    """meta.json of an index folder; None where there is none, or a damaged one."""
+    """Read meta.json of an index folder; None if missing or damaged."""
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -473,7 +465,7 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def checksum(path: Path) -> str:
-    """sha256 of a file, "" of one that is missing or empty."""
+    """Return the sha256 of a file, "" if missing or empty."""
     try:
         return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
     except (FileNotFoundError, ValueError):
@@ -481,13 +473,13 @@ def checksum(path: Path) -> str:
 
 
 def checksums(folder: Path, kind: str = "*.npy") -> dict[str, str]:
-    """File → sha256: the ids of an index, and what else `kind` names."""
+    """Map the id files, and files that match `kind`, to their sha256."""
     paths = {folder / "ids.txt", *folder.glob("ids.*.npy"), *folder.glob(kind)}
     return {path.name: checksum(path) for path in sorted(paths)}
 
 
 def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
-    """RetrieverError names the first setting of an index that is not the one asked for."""
+    """RetrieverError if the index has another value for a setting."""
     for key, value in want.items():
         if have.get(key) != value:
             raise RetrieverError(
@@ -498,9 +490,9 @@ def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None
 
 @contextlib.contextmanager
 def opening(folder: Path, verify: bool = False, **wanted: Any) -> Iterator[dict]:
-    """meta.json of an index that the block opens: of these settings, whole, undamaged.
+    """Yield meta.json; an error of the block that opens the index means damage.
 
-    verify: the files that it names are compared with their checksums.
+    RetrieverError: missing, unfinished, damaged (`verify`: by checksum), or other settings.
     """
     if (meta := read_meta(folder)) is None:
         there = (folder / "meta.json").exists()

@@ -1,4 +1,4 @@
-"""Does an encoder rank? Questions, the passages that answer them, and the ranks of these."""
+"""A test of encoders: questions, answers, and the answers' ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from torch import Tensor
 
-PROBES = (  # a question, the passage that answers it, and one that shares its words and doesn't
+PROBES = (  # question, answer, and a passage that only shares the question's words
     (
         "how do I fix a flat bicycle tire",
         "Take off the wheel, pull out the inner tube and glue a patch over the puncture.",
@@ -51,12 +51,11 @@ PROBES = (  # a question, the passage that answers it, and one that shares its w
 
 
 def rank_probes(queries: Tensor, passages: Tensor) -> dict:
-    """Print the rank of every question's answer among all passages, and return the figures.
+    """Print the rank of every answer among all passages, and return the figures.
 
-    queries: (n, D) vectors of the questions; passages: (2 n, D) of the answers, then of the others
-
-    A trained encoder puts nearly every answer above the passages of all other questions, random
-    weights or a wrong pooling about one in fifteen. High scores mean nothing by themselves.
+    queries: (n, D) questions; passages: (2 n, D) answers, then the others
+    A trained encoder puts nearly every answer above all passages of other questions, random weights
+    or a wrong pooling about one in fifteen.
     """
     scores, n = queries @ passages.T, len(queries)  # (n, 2 n)
     print("\n| question | rank of its answer | score | best of other questions |")
