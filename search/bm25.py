@@ -22,7 +22,7 @@ from typing import Callable, Iterable, Sequence
 import numpy as np
 
 from data import Passage
-from runs import Progress, atomic_folder
+from runs import Progress, atomic_folder, write_json
 from search.analysis import make_analyzer
 from search.passages import (
     Corpus,
@@ -36,7 +36,6 @@ from search.passages import (
     in_processes,
     mapped,
     opening,
-    write_meta,
 )
 
 FORMAT = "bm25-3"
@@ -152,7 +151,7 @@ def build_postings(
             shutil.rmtree(own)
         meta = {"format": FORMAT, "analyzer": analyzer, "count": corpus.count}
         meta |= {"corpus": corpus.digest, "tokens": tokens, "documents": documents}
-        write_meta(temporary, meta | corpus.size | {"files": checksums(temporary)})
+        write_json(f"{temporary}/meta.json", meta | corpus.size | {"files": checksums(temporary)})
     return corpus.count
 
 
@@ -319,6 +318,7 @@ class BM25Retriever(Retriever):
         """Run `work` once per distinct entry, in threads."""
         entries, divisors = list(entries), self._divisors()
         once = list(dict.fromkeys(entries))
+        check_k(self.workers, "workers")
         with ThreadPoolExecutor(self.workers) as pool:
             share = pool.map if self.workers > 1 else map
             done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))

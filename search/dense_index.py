@@ -48,7 +48,6 @@ from search.passages import (
     opening,
     read_meta,
     tokenise,
-    write_meta,
 )
 
 WINDOW = 8 * PART  # passages sorted by length and encoded together
@@ -138,7 +137,7 @@ def build_shards(
         corpus.save_ids(folder)
         meta = meta | {"files": checksums(folder, "ids.txt")}
         if meta != before:
-            write_meta(folder, meta)
+            write_json(f"{folder}/meta.json", meta)
         return meta, corpus
 
     with contextlib.ExitStack() as stack:
@@ -243,7 +242,7 @@ def _finish(folder: Path, meta: dict, shards: int, encoded: int) -> None:
             "ranks one folder, on a file system that they share"
         )
     if encoded or not meta["complete"]:
-        write_meta(folder, meta | {"complete": True, "shards": entries})
+        write_json(f"{folder}/meta.json", meta | {"complete": True, "shards": entries})
     for path in folder.glob("shard-*.json"):
         path.unlink()
 

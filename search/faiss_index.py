@@ -14,8 +14,8 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from runs import atomic_folder
-from search.passages import RetrieverError, check_k, check_same, opening, read_meta, write_meta
+from runs import atomic_folder, write_json
+from search.passages import RetrieverError, check_k, check_same, opening, read_meta
 
 FORMAT = "faiss-1"
 BLOCK = 65536  # vectors added at a time
@@ -91,7 +91,7 @@ def build_faiss(
         index = faiss.index_gpu_to_cpu(index)
     with atomic_folder(os.fspath(folder)) as temporary:
         faiss.write_index(index, os.path.join(temporary, "index.faiss"))
-        write_meta(Path(temporary), settings | {"bytes": _size(Path(temporary))} | search)
+        write_json(f"{temporary}/meta.json", settings | {"bytes": _size(Path(temporary))} | search)
     return count
 
 

@@ -459,11 +459,6 @@ def read_meta(folder: Path) -> dict | None:
     return meta if isinstance(meta, dict) else None
 
 
-def write_meta(folder: Path, meta: dict) -> None:
-    with atomic_write(str(folder / "meta.json")) as f:
-        f.write(json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
-
-
 def checksum(path: Path) -> str:
     """Return the sha256 of a file, "" if missing or empty."""
     try:

@@ -457,8 +457,9 @@ def test_a_query_is_cut_only_where_query_words_says_so_and_counted():
     assert bm25.gold_ranks([query], [["2"]]) == [2]
     assert [i for i, _ in cut.search([query, "x"], 3)[0]] == ["0"] and cut.cut_queries == 1
     assert cut.gold_ranks([query] * 2, [["2"]] * 2) == [None, None] and cut.cut_queries == 3
-    with pytest.raises(RetrieverError, match="query_words is 0"):
-        BM25Retriever(corpus, query_words=0).search(["x"], 1)
+    for name in ("query_words", "workers"):
+        with pytest.raises(RetrieverError, match=f"{name} is 0"):
+            BM25Retriever(corpus, **{name: 0}).search(["x"], 1)
 
 
 # ------------------------------------------------------------------------------------------------ on disk, in processes
