@@ -1,4 +1,4 @@
-"""What both sampling engines share: settings, requests, results, and the checks of both."""
+"""Settings, requests, results and checks that both sampling engines share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineConfig:
     kind: Literal["torch", "vllm"] = "torch"
     """torch: the embedded engine; vllm: vLLM in this process (requirements-gpu.txt)"""
     batch: Annotated[int, at_least(1)] = 256
-    """sequences decoded together: speed and memory only"""
+    """sequences decoded together; changes speed and memory alone"""
     gpu_memory: Annotated[float, above(0, at_most=0.99)] = 0.4
     """vllm: share of the card for weights, keys and values; given back while training"""
     tensor_parallel: Annotated[int, at_least(1)] = 1
@@ -37,7 +37,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one prompt. Raises RolloutError for values without a meaning."""
+    """How to sample one prompt. RolloutError for invalid values."""
 
     n: int = 1
     """samples of the prompt"""
@@ -88,8 +88,8 @@ class GenerateStats:
     """What `generate` did."""
 
     seconds: float = 0.0
-    prompt_tokens: int = 0  # computed: those that prompts share count once, held ones not at all
-    held_tokens: int = 0  # not computed: the beginnings of conversations that the engine holds
+    prompt_tokens: int = 0  # computed: shared ones count once, held ones not at all
+    held_tokens: int = 0  # not computed: beginnings of conversations in the cache
     sampled_tokens: int = 0
     steps: int = 0
 
@@ -97,8 +97,8 @@ class GenerateStats:
 class Engine:
     """State and checks of an engine for token ids below `vocabulary`.
 
-    `eos_ids`: every id that ends a response. `tokenizer`: for stop strings only. `max_length`:
-    tokens of a prompt and its response at most (None: as many as `config` has positions).
+    `eos_ids` end a response; `tokenizer` is for stop strings only; `max_length`: most tokens of a
+    prompt and its response (None: as many as `config` has positions).
     """
 
     HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
@@ -122,13 +122,13 @@ class Engine:
                 )
         self.vocabulary, self.pad_id, self.tokenizer = vocabulary, pad_id, tokenizer
         limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")]
-        # no window slides: sequences end before it does
+        # a sliding window is a limit: no sequence grows beyond it
         self.max_length = min((x for x in [*limits, max_length] if x), default=1 << 30)
         self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see rollout.check_engine_gap
         self.stats = GenerateStats()  # of the last call
         self.total = GenerateStats()  # of all calls since the last weight sync
         self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
-        self.asleep, self.unusable = False, ""  # unusable: why it can't sample before the next sync
+        self.asleep, self.unusable = False, ""  # unusable: why it needs a sync first
 
     def add_stats(self) -> None:
         """Add the last call to the total."""
@@ -138,7 +138,7 @@ class Engine:
     def check_requests(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
     ) -> tuple[list[list[int]], list[Sampling]]:
-        """Prompts as lists of ids, a Sampling for each; RolloutError for what can't be sampled."""
+        """Lists of prompt ids, and a Sampling for each; RolloutError for invalid requests."""
         if self.asleep or self.unusable:
             raise RolloutError(self.unusable or "the engine sleeps; call wake() before generate()")
         one = isinstance(sampling, Sampling)
@@ -170,7 +170,7 @@ class Engine:
 
 
 def operations(device: torch.device) -> ModuleType:
-    """The operations of TorchEngine's steps for a device."""
+    """The module with TorchEngine's operations for a device."""
     if device.type == "cuda":  # Triton comes with PyTorch's CUDA builds alone
         from engines import kernels as module
     else:
@@ -179,14 +179,14 @@ def operations(device: torch.device) -> ModuleType:
 
 
 def cache_bytes(config, itemsize: float) -> float:
-    """What the keys and values of a token take, `itemsize` bytes a number."""
+    """Bytes of one token's keys and values; `itemsize`: bytes of a number."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * n_kv * head * itemsize
 
 
 def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Shapes of all weights by name, tied ones once; and a tied one's other names → that name."""
+    """(name → shape, tied weights once; other name of a tied weight → that name)."""
     shapes: dict[str, torch.Size] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -201,8 +201,8 @@ def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str
 def checked_weights(
     named_tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size], tied: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream under Hugging Face names, each weight once; RolloutError where one does not fit,
-    and at the end for what is missing."""
+    """Yield (Hugging Face name, weight), each once; RolloutError for unknown, misshapen or missing
+    ones."""
     sent: dict[str, Tensor] = {}  # name → some of its values, where it may come again
     for given, tensor in named_tensors:
         name = clean_name(given)

@@ -1,4 +1,4 @@
-"""A transformers decoder over `KVCache`: written out for the plain Llama form, else as it is.
+"""A transformers decoder over `KVCache`: our own loop for plain Llama layers, else the model's.
 
 Shapes: T tokens of a pass, whatever sequences they belong to; M hidden size.
 """
@@ -22,7 +22,7 @@ Decoder = Callable[[Tensor, Tensor, KVCache], Tensor]  # ids (T,), positions (T,
 
 
 class Layer(NamedTuple):
-    """A decoder layer whose products over one input are one product each."""
+    """A decoder layer with q, k, v, and gate, up, fused into one product each."""
 
     module: nn.Module
     qkv: tuple[Tensor, Tensor | None]  # weight and bias
@@ -30,10 +30,10 @@ class Layer(NamedTuple):
 
 
 def make_decoder(model: nn.Module) -> Decoder:
-    """The quickest way through the model's decoder.
+    """The fastest decoder for the model.
 
-    For layers of the PLAIN form the weights of q, k, v and of gate, up are laid side by side, and
-    the model's parameters become views of them: nothing is held twice, a sync fills both.
+    For PLAIN layers q, k, v and gate, up are fused, and the model's parameters become views of the
+    fused weights: nothing is held twice, and a sync fills both.
     """
     layers = list(decoder_layers(model))
     linears = {type(m) for layer in layers for m in layer.modules() if hasattr(m, "in_features")}
@@ -63,7 +63,7 @@ class PlainDecoder:
             for layer in layers
         ]
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of the narrow weights, which no later one fits into
+            torch.cuda.empty_cache()  # of the unfused weights, whose blocks no later tensor fits
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         x = self.decoder.embed_tokens(tokens)
@@ -93,7 +93,7 @@ class PlainDecoder:
 
 
 def _side_by_side(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """One weight and one bias for several linear layers, whose own become views of them."""
+    """Fuse linear layers into one weight and bias, of which their own become views."""
     linears = [module.get_submodule(name) for name in names]
     whole = []
     for kind in ("weight", "bias"):

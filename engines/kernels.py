@@ -1,7 +1,6 @@
-"""`operations` as Triton kernels: the same functions, for a GPU, one or two launches each.
+"""`operations` as Triton kernels for a GPU, one or two launches each.
 
-Lengths are read on the device, so a captured kernel serves sequences of any length and reads
-nothing beyond them.
+Lengths are read on the device, so a captured kernel serves sequences of any length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys and values of `TorchEngine`'s sequences: a prompt's once, what follows it in a slot.
+"""Keys and values of `TorchEngine`'s sequences: each prompt once, each response in a slot.
 
 Shapes: R rows of the running batch, T tokens of a pass, H query heads, K key/value heads, D head
 size.
@@ -20,7 +20,7 @@ from engines.operations import TILE_ROWS
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt whose keys and values are stored; `last`: the hidden state of its last token."""
+    """A stored prompt; `last`: the hidden state of its last token."""
 
     number: int
     length: int
@@ -30,7 +30,7 @@ class Prompt:
 
 @dataclass
 class Piece:
-    """Tokens that a pass computes: of a prompt, or (slot) behind one; after `past` others there."""
+    """Tokens to compute, of a prompt or in a slot behind one, after `past` others there."""
 
     ids: tuple[int, ...]
     prompt: Prompt
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass
 class Rows:
-    """What a decode step reads of each row, int64 (R,): at its place as long as the cache lives."""
+    """Inputs of a decode step for each row, int64 (R,), at fixed addresses (CUDA graphs)."""
 
     token: Tensor  # the newest
     at: Tensor  # tokens in the row's slot, so where this one will be stored
@@ -58,11 +58,10 @@ class Rows:
 
 
 class KVCache:
-    """Keys and values of prompts, and of sequences behind them, each in a slot of its own.
+    """Keys and values of prompts, and of the sequences behind them in slots.
 
-    Prompt 0 is what all prompts of a call begin with; the others have copies of it. The last slot
-    is for rows that don't run. `held`: slot → ids that a former request left there (prompt
-    included), and its prompt.
+    Prompt 0 is the common beginning of all prompts of a call, which the others copy. The last slot
+    is for idle rows. `held`: slot → ids of a finished request, prompt included, and its prompt.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class KVCache:
         self.prompts: dict[int, list[Tensor]] = {}  # (prompts + 1, K, prompt_capacity, D) alike
         self.state = torch.zeros(len(fields(Rows)), rows, dtype=torch.int64, device=device)
         self.rows = Rows(*self.state)
-        # how each row samples, and what it sampled in the steps so far
+        # how each row samples, and its samples so far
         self.temperature, self.top_p = torch.ones(2, rows, device=device)
         self.uniform = torch.zeros(steps, rows, dtype=torch.float64, device=device)
         self.ids = torch.zeros(steps, rows, dtype=torch.int64, device=device)
@@ -101,7 +100,7 @@ class KVCache:
         self.free_prompts = list(range(1, self.sizes[2] + 1))[::-1]
 
     def continued(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """Prompts that continue what is held → the slot of the longest such beginning."""
+        """Prompts that continue a held sequence → the slot of the longest one."""
         found: dict[tuple[int, ...], int] = {}
         for prompt in prompts:
             fits = [
@@ -115,13 +114,13 @@ class KVCache:
         return found
 
     def take_slot(self) -> int | None:
-        """A free slot, else that which has been held longest."""
+        """A free slot, else the one held longest, else None."""
         if not self.free_slots and self.held:
             self._drop(next(iter(self.held)))
         return self.free_slots.pop() if self.free_slots else None
 
     def new_prompt(self, ids: tuple[int, ...]) -> Prompt | None:
-        """A place for a prompt, that of held sequences if need be; None where all are in use."""
+        """A place for a prompt, evicting held sequences if needed; None if all are in use."""
         for slot, (_, prompt) in list(self.held.items()):
             if not self.free_prompts and not prompt.users:
                 self._drop(slot)
@@ -142,7 +141,7 @@ class KVCache:
             self.stored = {ids: p for ids, p in self.stored.items() if p is not prompt}
 
     def release(self, slot: int, prompt: Prompt, ids: tuple[int, ...]) -> None:
-        """A request has ended; its slot holds `ids` for a prompt that continues them."""
+        """End a request; its slot holds `ids` for prompts that continue them."""
         prompt.users -= 1
         self.held[slot] = ids, prompt
         if not ids:
@@ -172,8 +171,8 @@ class KVCache:
         self.pieces = pieces
 
     def begin_steps(self, rows: list[tuple[int, int, int, Prompt]], count: int) -> None:
-        """The next passes compute a token a row: (token, tokens in the slot, slot, prompt) each,
-        those of a prompt side by side; rows up to `count` don't run."""
+        """The next passes compute one token per row: (token, tokens in the slot, slot, prompt), rows
+        of a prompt side by side; the other rows up to `count` are idle."""
         state = [[token, at, 1, slot, p.number, p.length] for token, at, slot, p in rows]
         state += [[0, 0, 0, self.sizes[0], 0, 0]] * (count - len(rows))
         tiles: list[list[int]] = []
@@ -189,7 +188,7 @@ class KVCache:
         self.pieces = []
 
     def take(self, ids: Tensor, logprobs: Tensor) -> None:
-        """ids (R,) were sampled, logprobs (R,): they are what the next step computes."""
+        """Store sampled ids (R,) and logprobs (R,); the ids are the next step's input."""
         count = len(ids)
         self.rows.token[:count] = ids
         self.rows.at[:count] += 1

