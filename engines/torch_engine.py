@@ -166,8 +166,8 @@ def _share_done(requests: Sequence[_Request]) -> float:
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
-    At most `max_batch` rows run together. With `graphs` (on a GPU) a step is a CUDA graph for 8, 16,
-    32, … rows, and samples reach the host every STEPS steps.
+    At most `max_batch` rows run together. With `graphs` (on a GPU) a step is a CUDA graph, for 8,
+    16, 32, … rows, and samples reach the host every STEPS steps.
     """
 
     def __init__(
@@ -529,8 +529,8 @@ class TorchEngine(Engine):
         self.unusable, self.sync_seconds = "", {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Free memory for training; `generate` refuses until `wake`. Weights stay, and with graphs a
-        small cache and its graphs."""
+        """Free memory for training; `generate` refuses until `wake`. Weights stay; with graphs a small
+        cache and its graphs, too."""
         self.asleep = True
         if not self.graphs:
             self._cache = None

@@ -299,8 +299,8 @@ def _load_into_vllm(
     if cuda:  # as a stream
         model.load_weights(weights)
         return
-    # Only reload_weights repacks weights for the CPU build's kernels; the list is checked as a whole
-    # first, or an error would leave the model half unpacked.
+    # Only reload_weights repacks weights for the CPU build's kernels; all are checked before, or an
+    # error would leave the model half unpacked.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
     if tied:  # the head's packed copy is made at the first load alone
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
