@@ -1,7 +1,7 @@
-"""Instructions, chats, chat encoding and loss masks.
+"""Instructions, chat prompts, their encoding, and loss masks.
 
-Prompts are ours, not the paper's (arXiv 2505.15776, Fig. 6 and 7): what never changes stands first,
-so that an engine computes it once for all.
+Prompts are our own, not the paper's (arXiv 2505.15776, Fig. 6 and 7). Their fixed part comes first,
+so that an engine computes it once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer in exactly this form:
 
 
 def read_instruction(path: str, default: str = "") -> str:
-    """The instruction in a text file; without one the default, or that of the rewrite task."""
+    """The instruction in a text file; without a path, `default` or INSTRUCTION."""
     if not path:
         return default or INSTRUCTION
     text = "\n".join(line for _, line in read_lines(path)).strip()
@@ -38,13 +38,13 @@ def read_instruction(path: str, default: str = "") -> str:
 
 
 def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
-    """The zero-shot user message of the task `rewrite` (the paper's Fig. 7)."""
+    """The zero-shot user message of task `rewrite` (Fig. 7)."""
     return few_shot_prompt(turn, [], instruction)[0]["content"]
 
 
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The self-distillation chat (Fig. 6): the instruction, then each example as a turn, which
-    keeps a small model to the form; the paper has one message."""
+    """The few-shot chat (Fig. 6). The paper has one message; here each example is a turn, which
+    keeps small models to the form."""
     messages = []
     for shown in [*examples, turn]:
         lines = ["Conversation:"] if shown.context else ["Conversation:", "(nothing yet)"]
@@ -63,7 +63,7 @@ def response_text(think: str, rewrite: str) -> str:
 
 
 def read_examples(path: str) -> list[Turn]:
-    """Few-shot examples of `rewrite`: JSONL with context, question, think and rewrite."""
+    """Few-shot examples: JSONL with context, question, think and rewrite."""
     examples = []
     for number, row in read_jsonl(path):
         location, name = f"{path}:{number}", f"example-{number}"
@@ -81,7 +81,7 @@ def read_examples(path: str) -> list[Turn]:
     return examples
 
 
-# `search` (arXiv 2503.19470) and `agent`: what those systems tell their models, in our own words.
+# Instructions of `search` (arXiv 2503.19470) and `agent`, in our own words.
 
 SEARCH_RULES = """by thinking and by searching an encyclopedia.
 Thoughts stand between <think> and </think>: what is known, and what has to be found next.
@@ -121,15 +121,15 @@ CALL_FORM = '{"name": "…", "arguments": {…}}'
 
 
 def search_text(messages: list[dict]) -> str:
-    """A chat of `search` for a model without a chat template; it ends in `Assistant:`."""
+    """A `search` chat as text, for a model without a chat template."""
     labels = {"system": "", "user": "\nUser: "}
     parts = [labels.get(m["role"], f" {m['role'].title()}: ") + m["content"] for m in messages]
     return "".join(parts) + " Assistant:"
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
-    """A chat for a template without tools: schemas in the system message, calls in texts, results
-    from the user. bare: calls are the JSON alone."""
+    """A chat for a template without tools: the system message gets the schemas, calls are text,
+    results user messages. bare: calls have no tags."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
     form = CALL_FORM if bare else f"<tool_call>\n{CALL_FORM}\n</tool_call>"
@@ -142,20 +142,20 @@ def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> 
             content = turn_text(m, bare)
         elif role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-            if out[-1]["role"] == "user":  # parallel calls: their results share a turn
+            if out[-1]["role"] == "user":  # results of parallel calls share a turn
                 content = out.pop()["content"] + "\n" + content
         out.append({"role": role, "content": content})
     return out
 
 
 def call_text(name: str, arguments: dict, bare: bool = False) -> str:
-    """A call as JSON in the tags of the hermes form; bare: without them."""
+    """A call as JSON in hermes tags; bare: JSON alone."""
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return text if bare else f"<tool_call>\n{text}\n</tool_call>"
 
 
 def thoughts_and_content(message: dict) -> str:
-    """An assistant's message as one text, without calls that `tool_calls` holds."""
+    """An assistant message's thoughts and content, without its `tool_calls`."""
     content, thoughts = message["content"], message.get("reasoning_content")
     if message.get("tool_calls"):
         content = before_calls(content).rstrip()
@@ -165,26 +165,26 @@ def thoughts_and_content(message: dict) -> str:
 
 
 def turn_text(message: dict, bare: bool = False) -> str:
-    """What an assistant's message says: thoughts, content and calls."""
+    """An assistant message as text: thoughts, content and calls."""
     content = thoughts_and_content(message)
     calls = [call_text(**call["function"], bare=bare) for call in message.get("tool_calls", [])]
     return "\n".join([content, *calls] if content else calls)
 
 
 def outside_thoughts(text: str) -> str:
-    """A turn without its think blocks: closed, unclosed, or opened by the prompt."""
+    """A turn without think blocks, also unclosed ones or one the prompt opened."""
     opened, closing, rest = text.partition("</think>")
     text = rest if closing and "<think>" not in opened else text
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
 
 
 def before_calls(text: str) -> str:
-    """A turn up to its first call outside of the thinking."""
+    """A turn up to its first call outside think blocks."""
     said = r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>|<search>).)*"
     return re.match(said, text, re.DOTALL).group()
 
 
-TEMPLATE_DATE = "01 Jan 2025"  # pinned: some templates (Llama 3) print today's date
+TEMPLATE_DATE = "01 Jan 2025"  # some templates (Llama 3) print today's date
 FORM_TAGS = {
     f"<{slash}{name}>"
     for name in ("think", "rewrite", "search", "result", "answer")
@@ -193,20 +193,20 @@ FORM_TAGS = {
 
 
 def special_strings(tokenizer) -> list[str]:
-    """Every string that the tokenizer makes one added token of, special or not."""
-    # Llama 3's header tokens are special without a role, so all_special_tokens lacks them.
+    """All added tokens as strings, special or not."""
+    # all_special_tokens lacks Llama 3's header tokens
     added = tokenizer.added_tokens_decoder.values()
     return sorted({*tokenizer.all_special_tokens, *(t.content for t in added)})
 
 
 def control_strings(tokenizer) -> list[str]:
-    """Those that the tokenizer calls special, without the tags of responses."""
+    """All special tokens as strings, without FORM_TAGS."""
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
     return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
 
 def defuse(text: str, special: Iterable[str]) -> str:
-    """`text` with special-token strings broken by a space: data never ends a turn."""
+    """Break special-token strings by a space, so that data can't end a turn."""
     for token in special:
         if len(token) > 1 and token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -216,14 +216,14 @@ def defuse(text: str, special: Iterable[str]) -> str:
 def render_chat(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> str:
-    """The text of a chat in the tokenizer's template; special tokens harmless, date pinned."""
+    """Apply the chat template, special tokens defused. DataError if none, or if it refuses."""
     model, special = tokenizer.name_or_path, control_strings(tokenizer)
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {model} has no chat template; use an instruct model, or add the "
             "file chat_template.jinja"
         )
-    # A macro, because transformers hands no function of ours on to a template.
+    # a macro, because transformers does not pass our functions to templates
     pinned = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
     try:
         return tokenizer.apply_chat_template(
@@ -243,7 +243,7 @@ def render_chat(
 
 
 def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
-    """Does the chat template write tool schemas, and results of tools, into its text?"""
+    """Whether the chat template writes tool schemas and tool results."""
     roles = {"user": "u", "assistant": "a", "tool": "t7t"}
     chat = [{"role": role, "content": content} for role, content in roles.items()]
     try:
@@ -261,7 +261,7 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
 
 
 def answer_header(tokenizer) -> str:
-    """What the template writes where an answer begins."""
+    """The text that the template puts before an answer."""
     chat = [{"role": "user", "content": "u"}]
     asked = render_chat(tokenizer, chat, answer_next=False)
     return render_chat(tokenizer, chat).removeprefix(asked)
@@ -270,8 +270,8 @@ def answer_header(tokenizer) -> str:
 def render_around(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> list[str]:
-    """The text of a chat before each of the assistant's turns, and behind the last: the template
-    sees random placeholders, because some cut the thoughts off earlier turns."""
+    """The rendered text before each assistant turn and after the last. Placeholders stand for the
+    turns, because some templates cut earlier thoughts."""
     chat, marks = [], []
     for m in messages:
         if m["role"] == "assistant":
@@ -293,7 +293,7 @@ def _left_out(tokenizer, role: str) -> DataError:
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a user's text or of messages, with BOS if the template writes it."""
+    """Token ids of a user's text or a chat, with BOS if the template writes it."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
     turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
@@ -302,19 +302,19 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
     shown = "".join(text.split())
     others = [m for m in chat if m["role"] != "assistant"]
     lost = [m for m in others if "".join(defuse(m["content"], special).split()) not in shown]
-    if 0 < len(lost) < len(others):  # all: a template that is a constant, on purpose
+    if 0 < len(lost) < len(others):  # all: a constant template, on purpose
         raise _left_out(tokenizer, lost[0]["role"])
     return tokenizer(without_opened_think(text), add_special_tokens=False)["input_ids"]
 
 
 def without_opened_think(text: str) -> str:
-    """A prompt without the `<think>` at its end: a reasoning model then writes both tags."""
+    """A prompt without a final `<think>`: the model then writes both tags."""
     stripped = text.rstrip()
     return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt without a template: BOS where the tokenizer puts one, never EOS."""
+    """Token ids of text without a template, with BOS if the tokenizer adds it, never EOS."""
     ids = tokenizer(defuse(text, control_strings(tokenizer)))["input_ids"]
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -335,21 +335,20 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """What fills the unused part of a row: the pad token, or EOS where there is none among the
-    `vocabulary` embeddings."""
+    """The pad token, or EOS if there is none among the `vocabulary` embeddings."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
 
 def decode_response(tokenizer, response_ids: list[int]) -> str:
-    """The text of a sampled response without special tokens, but for tags of the form."""
+    """The text of a response without special tokens, except FORM_TAGS."""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
     return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def without_eos(tokenizer, text: str) -> str:
-    """`text` without the EOS strings at its end that data made for other trainers has."""
+    """`text` without the EOS strings at its end."""
     while tokenizer.eos_token and text.rstrip().endswith(tokenizer.eos_token):
         text = text.rstrip().removesuffix(tokenizer.eos_token)
     return text
@@ -358,8 +357,8 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and the response to train on, with EOS; encoded
-    apart, as in a rollout."""
+    """(token ids (T+1), loss mask (T)) of a prompt and its response with EOS, encoded apart as in
+    a rollout."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

@@ -1,10 +1,9 @@
 """Report on a file of trajectories, or on the folder of a training run.
 
-`trajectories=FILE` (infer.py's): DeepSearch-RL's statistics as tables; `out` gets them as
-trajectory_stats.md and .json (`statistics` documents it), the successful rows that pass the
-filters as trajectory_success.jsonl, and as openai.jsonl or swift.jsonl for other trainers.
-`run=FOLDER` (of grpo.py or sft.py): report.html in that folder, a page to read and to browse the
-rollouts in (scoring/run_page.py).
+`trajectories=FILE` (of infer.py) prints DeepSearch-RL's statistics and writes to `out`: the tables
+as trajectory_stats.md and .json (see `statistics`), and the successes that pass the filters as
+trajectory_success.jsonl and, for other trainers, openai.jsonl or swift.jsonl.
+`run=FOLDER` (of grpo.py or sft.py) writes the page report.html there (scoring/run_page.py).
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ class ReportConfig:
     trajectories: str = ""
     """trajectory.jsonl to report on"""
     run: str = ""
-    """or: folder of a training run, to write report.html into"""
+    """or a training run's folder, to write report.html into"""
     questions: str = ""
-    """questions that the trajectories answer: one without a row is a failure"""
+    """questions that were asked; one without a trajectory is a failure"""
     out: str = ""
-    """folder to write to; empty: the one that holds the trajectories"""
+    """folder to write to; empty: that of the trajectories"""
     title: str = ""
     """heading; empty: the name of the folder"""
     success: Literal["em", "f1"] = "em"
-    """what a success is: an exact match, or F1 >= 0.8"""
+    """what counts as a success: exact match, or F1 >= 0.8"""
     per_question: Annotated[int | None, at_least(1)] = None
-    """keep so many successful rollouts of a question, the first ones; null: all"""
+    """keep the first so many successes of a question; null: all"""
     well_formed: bool = False
-    """keep only successes in the task's form (`well_formed` of infer.py's rows)"""
+    """keep only successes that are well formed"""
     min_calls: Annotated[int, at_least(0)] = 0
-    """keep only those with at least so many tool calls"""
+    """keep only successes with this many tool calls or more"""
     balance_by: Literal["none", "rounds", "tool_calls", "type"] = "none"
-    """keep at most `cap` successes of each number of rounds, of tool calls, or question type"""
+    """classes of which at most `cap` successes are kept; type: question type"""
     cap: Annotated[int | None, at_least(1)] = None
-    """of balance_by"""
+    """successes kept per class of balance_by"""
     seed: int = 0
-    """of the draw among more than `cap`"""
+    """seed for choosing among more than `cap`"""
     export: list[Literal["openai", "swift"]] = field(default_factory=list)
-    """forms in which the kept rows are written too: OpenAI's messages, ms-swift's"""
+    """also write the kept rows as OpenAI messages or for ms-swift"""
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -65,19 +64,18 @@ SHARES = ("well_formed", "gold_recall", "all_gold")
 
 
 def moments(values: Iterable[float]) -> dict[str, float]:
-    """{"mean", "stdev" (of the sample)}; zeros for no values."""
+    """{"mean", "stdev" (of the sample)}; 0 for no values."""
     values = list(values)
     mean = stats.fmean(values) if values else 0.0
     return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
 
 
 def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
-    """The figures of trajectory_stats.json, under DeepSearch-RL's names; many by class of rows.
+    """The figures of trajectory_stats.json under DeepSearch-RL's names, many by class of rows.
 
-    rows: checked by `read_rows`; missing: ids of questions without a row. Those, and rollouts that
-    failed for a technical reason, are failures with scores of 0. A round is a turn of the model,
-    `reasoning` the characters of a message's thoughts, and tokens of all turns are summed over the
-    requests, so that a prompt counts again in every round.
+    rows: from `read_rows`; missing: ids of questions without a row. These and technical
+    failures count as failures with scores of 0. A round is a turn of the model, `reasoning` counts the
+    characters of thoughts, and tokens_all_turns counts a prompt in every round.
     """
     good = [row for row in rows if trajectories.succeeded(row, rule)]
     failed = [row for row in rows if not trajectories.succeeded(row, rule)]
@@ -124,7 +122,7 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
 
 
 def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
-    """Metric → mean, stdev and `ci95`, over the rows and the questions that have none."""
+    """Metric → mean, stdev and `ci95`; missing questions score 0."""
     zero = dict.fromkeys(ANSWER_METRICS, 0.0)
     scores, owner = {key: zero for key in missing}, {key: key for key in missing}
     for row in rows:
@@ -150,7 +148,6 @@ def _spread(part: dict, digits: int) -> str:
 
 
 def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
-    """Value, how often it is in every class, a bar."""
     totals = {c: sum(counts[c].values()) for c in CLASSES}
     widest = max(counts["all"].values(), default=1)
     rows = []
@@ -161,7 +158,7 @@ def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
 
 
 def markdown(title: str, s: dict) -> str:
-    """The tables of a report; `s`: its statistics."""
+    """The report's tables in Markdown; s: the figures of `statistics`."""
     summary = [["a success is", {"em": "EM = 1", "f1": "F1 >= 0.8"}[s["rule"]]]]
     for key, value in s.items():
         if isinstance(value, int):
@@ -198,7 +195,7 @@ KINDS |= {"rounds": int, "searches": int, "status": str}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
-    """(trajectories, ids of the questions that none answers); DataError: a wrong field or id."""
+    """(trajectories, ids of questions without one). DataError: a wrong field or id."""
     rows = trajectories.read_trajectories(cfg.trajectories)
     known = {q.id: q for q in read_questions(cfg.questions)} if cfg.questions else {}
     for row in rows:
@@ -221,7 +218,7 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
 
 
 def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
-    """The successful rows that are kept. DataError where a balance by type finds no type."""
+    """The successes to keep. DataError: balance_by=type, but no row has a type."""
     kept = [
         row
         for row in rows
@@ -242,7 +239,7 @@ def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
 
 
 def report_trajectories(cfg: ReportConfig) -> dict:
-    """Print the tables and write the files; returns the figures of the last line."""
+    """Print the tables, write the files, return the main figures."""
     above = os.path.dirname(os.path.abspath(cfg.trajectories))
     folder, title = cfg.out or above, cfg.title or os.path.basename(above)
     claim_folder(folder, "report.py")
@@ -274,7 +271,7 @@ def report_trajectories(cfg: ReportConfig) -> dict:
 
 
 def check(cfg: ReportConfig) -> None:
-    """ConfigError for settings that cannot work, before anything is read."""
+    """ConfigError for settings that cannot work."""
     if bool(cfg.trajectories) == bool(cfg.run):
         raise ConfigError("give trajectories=FILE or run=FOLDER, one of them")
     if cfg.run and not os.path.isdir(cfg.run):
@@ -288,7 +285,7 @@ def check(cfg: ReportConfig) -> None:
 
 
 def main(cfg: ReportConfig) -> dict:
-    """Report on trajectories or on a run; returns what was found and written."""
+    """Report on trajectories or a run; returns what was written."""
     check(cfg)
     return {"report": run_page(cfg.run, cfg.title)} if cfg.run else report_trajectories(cfg)
 

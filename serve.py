@@ -3,11 +3,11 @@
     python serve.py retriever.corpus=corpus.jsonl qrels=train.qrels              # BM25 in memory
     python serve.py retriever.kind=dense retriever.index=INDEX retriever.encoder=E corpus=FILE
 
-docs/serving.md has the requests and answers of every client, and the limits. A refused request gets
-a 4xx and a failed search a 5xx, with the reason as {"detail": text}, never an empty list.
+docs/serving.md lists the requests and answers of every client, and the limits. A refused or failed
+request gets a 4xx or 5xx with the reason as {"detail": text}, never an empty list.
 """
 
-# no `from __future__ import annotations`: pydantic reads the types of functions inside functions
+# no `from __future__ import annotations`: pydantic reads the types of nested functions
 
 import asyncio
 import contextlib
@@ -34,35 +34,35 @@ from search.client import IDS
 from search.passages import FAILED, RetrieverConfig, RetrieverError, Texts, same_corpus
 
 MAX_BODY = 64 * 2**20  # bytes of a request
-PATIENCE = 15.0  # seconds between two looks at a connection; see `make_server`
+PATIENCE = 15.0  # seconds between checks of a connection
 
 
 @dataclass
 class ServeConfig:
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """what is served: any kind but remote"""
+    """retriever to serve, of any kind but remote"""
     corpus: str = ""
-    """corpus file the index was built from, for passage texts; empty: retriever.corpus"""
+    """corpus file with the passage texts; empty: retriever.corpus"""
     qrels: str = ""
-    """TREC qrels with the gold passages of query_ids, for ConvSearch-R1's clients"""
+    """TREC qrels with the gold passages of query_ids, for ConvSearch-R1"""
     host: str = "127.0.0.1"
-    """address to listen on; whoever can reach it can use it: there is no password"""
+    """address to listen on; there is no password"""
     port: int = 8000
-    """0 takes a free one, which is printed"""
+    """0 takes a free port, which is printed"""
     mcp: Literal["http", "stdio", "off"] = "http"
-    """MCP at /mcp beside the other formats, on stdin and stdout alone, or not at all"""
+    """MCP at /mcp beside the other formats, only MCP on stdin and stdout, or no MCP"""
     topk: Annotated[int, at_least(1)] = 3
-    """passages of a Search-R1 request without topk, and of every MCP call"""
+    """passages for an MCP call, and for a Search-R1 request without topk"""
     max_batch: Annotated[int, at_least(1)] = 4096
-    """queries of one request, and about that many of one call"""
+    """most queries of a request; requests share a call until it has this many"""
     max_k: Annotated[int, at_least(1)] = 1000
-    """results of one query, and the largest cut-off of a rank"""
+    """most results of a query, and the largest cut-off of a rank"""
     timeout: Annotated[float, above(0)] = 300.0
-    """seconds until a waiting request gets a 504, and a stopping server drops what is unanswered"""
+    """seconds until an open request gets a 504, or a stopping server drops it"""
 
 
 def check_config(cfg: ServeConfig) -> None:
-    """ConfigError: what can't be served, a missing package."""
+    """ConfigError if a setting can't be served or a package is missing."""
     if cfg.retriever.kind == "remote":
         raise ConfigError("retriever.kind=remote: serve an index, or let clients ask that server")
     if cfg.topk > cfg.max_k:
@@ -80,27 +80,27 @@ def check_config(cfg: ServeConfig) -> None:
 
 
 class Refused(Exception):
-    """A request that gets no answer: HTTP status, reason."""
+    """A request that gets no answer; args: HTTP status, reason."""
 
 
 @dataclass
 class Job:
-    """The queries of one request (with their golds, for ranks). Jobs of equal keys share a call."""
+    """The queries of one request. Jobs of the same key share a call."""
 
-    key: tuple[Callable, int]  # what is called with the queries; k or cutoff
-    items: list[tuple]
+    key: tuple[Callable, int]  # (function to call, k or cutoff)
+    items: list[tuple]  # arguments for each query
     answer: asyncio.Future
 
 
 class Service:
-    """What all formats share: one thread that calls the retriever, and what it is asked."""
+    """Calls the retriever for all formats, from one thread."""
 
     def __init__(
         self,
         cfg: ServeConfig,
         retriever: Any,
         texts: Texts | None = None,
-        qrels: dict[str, list[str]] | None = None,  # query id → ids of its gold passages
+        qrels: dict[str, list[str]] | None = None,  # query id → gold passage ids
     ):
         self.cfg, self.retriever, self.texts, self.qrels = cfg, retriever, texts, qrels
         self.counts = dict.fromkeys(("requests", "queries", "calls", "refused", "failed"), 0)
@@ -109,7 +109,7 @@ class Service:
         self.thread.start()
 
     def _work(self) -> None:
-        """Answer jobs until None comes; those that arrive during a call share the next one."""
+        """Answer jobs until None comes; jobs that arrive during a call share the next one."""
         jobs: list[Job | None] = []
         while None not in jobs:
             jobs, size = [self.jobs.get()], 0
@@ -117,13 +117,13 @@ class Service:
                 if (size := size + len(jobs[-1].items)) >= self.cfg.max_batch:
                     break
                 jobs.append(self.jobs.get())
-            # those that had their 504 are cancelled, and not searched
+            # a job that timed out (504) is cancelled
             ready = [job for job in jobs if job and not job.answer.cancelled()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
 
     def _call(self, jobs: list[Job]) -> None:
-        """Answer jobs of one key by one call; if it fails, by one each, so that one alone fails."""
+        """Answer jobs of one key by one call or, if it fails, a call each."""
         (call, number), items = jobs[0].key, [item for job in jobs for item in job.items]
         self.counts["calls"] += 1
         try:
@@ -141,12 +141,12 @@ class Service:
 
         def deliver() -> None:
             for job, answer in zip(jobs, found):
-                if job.answer.done():  # its client had a 504 meanwhile
+                if job.answer.done():  # timed out
                     continue
                 failed = isinstance(answer, Refused)
                 job.answer.set_exception(answer) if failed else job.answer.set_result(answer)
 
-        with contextlib.suppress(RuntimeError):  # the server has ended: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             jobs[0].answer.get_loop().call_soon_threadsafe(deliver)
 
     def _failure(self, call: Callable, e: Exception) -> Refused:
@@ -158,7 +158,6 @@ class Service:
         return Refused(500, f"the retriever failed: {type(e).__name__}: {e}")
 
     async def _ask(self, call: Callable, items: list[tuple], number: int) -> list:
-        """Put a job into the queue and wait for its answer."""
         self.counts["requests"] += 1
         self.counts["queries"] += len(items)
         if not items:
@@ -175,23 +174,23 @@ class Service:
             self.waiting -= len(items)
 
     def refuse(self, e: Refused) -> tuple[int, str]:
-        """Count it; status and reason."""
+        """Count a refusal; returns (status, reason)."""
         self.counts["failed" if e.args[0] == 500 else "refused"] += 1
         return e.args
 
     async def search(self, queries: list[str], k: int) -> list:
-        """A list of (id, score) for every query."""
+        """Returns (id, score) pairs for every query."""
         return await self._ask(self.retriever.search, [(query,) for query in queries], k)
 
     async def gold_ranks(self, queries: list[str], golds: list[list[str]], cutoff: int) -> list:
-        """The rank of every query: a number, None, or FAILED."""
+        """Returns ranks: a number, None beyond `cutoff`, or FAILED."""
         if len(golds) != len(queries):
             problem = f"{len(queries)} queries but {len(golds)} golds or query ids"
             raise Refused(422, f"{problem}: give one a query")
         return await self._ask(self.retriever.gold_ranks, list(zip(queries, golds)), cutoff)
 
     async def ranks_by_query_id(self, queries: list[str], ids: list[str], topk: int) -> list[int]:
-        """As ConvSearch-R1's clients ask: golds from the qrels, -1 for a gold that is not found."""
+        """Returns ranks by the qrels, as ConvSearch-R1 does; -1: not found."""
         if self.qrels is None:
             raise Refused(501, "no gold passages of query_ids: start the server with qrels=FILE")
         if unknown := [id_ for id_ in ids if id_ not in self.qrels]:
@@ -203,22 +202,21 @@ class Service:
         return [-1 if rank is None else rank for rank in ranks]
 
     def _read(self, queries: list[str], k: int) -> list[list[tuple[dict, float]]]:
-        """`passages`, in the retriever's thread."""
         hits = self.retriever.search(queries, k)
         try:
             return [[(self.texts.document(id_), score) for id_, score in one] for one in hits]
-        except (DataError, OSError) as e:  # the file changed after it was opened
+        except (DataError, OSError) as e:  # the file has changed
             raise Refused(500, f"a passage can't be read: {e}") from e
 
     async def passages(self, queries: list[str], k: int) -> tuple[list, list]:
-        """The passages of every query, {"id", "contents"}, and their scores."""
+        """Returns (passages {"id", "contents"}, scores), a list per query."""
         if self.texts is None:
             raise Refused(501, "no passage texts: start the server with corpus=FILE")
         found = await self._ask(self._read, [(query,) for query in queries], k)
         return [[passage for passage, _ in one] for one in found], scores(found)
 
     def status(self) -> dict:
-        """The answer of /health, and the last line: what is served, limits, counters."""
+        """Returns limits and counters for /health and the last line."""
         alive = self.thread.is_alive()
         return {
             "status": "healthy" if alive else "ended",
@@ -244,17 +242,17 @@ def scores(hits: list) -> list[list[float]]:
 
 
 def dialects(service: Service) -> dict[str, Callable]:
-    """What answers each path; a function's arguments are the fields of a request.
+    """Path → the function that answers it; its arguments are the fields of a request.
 
-    /retrieve: ConvSearch-R1 and Search-R1; /batch_search and /search: FlashRAG, which ReSearch
-    uses; the others: RemoteRetriever.
+    ConvSearch-R1 and Search-R1 use /retrieve, FlashRAG and ReSearch /batch_search and /search,
+    RemoteRetriever the others.
     """
     from pydantic import Field
 
     Queries = Annotated[list[str], Field(max_length=service.cfg.max_batch)]
     Number = Annotated[int, Field(ge=1, le=service.cfg.max_k)]
     Ids = Annotated[list[str], Field(max_length=IDS)]
-    ten, hundred = (min(number, service.cfg.max_k) for number in (10, 100))  # unless asked for
+    ten, hundred = (min(number, service.cfg.max_k) for number in (10, 100))  # defaults
 
     async def retrieve(
         queries: Queries,
@@ -302,7 +300,7 @@ def dialects(service: Service) -> dict[str, Callable]:
 
 
 def endpoint(answer: Callable) -> Callable:
-    """A function of `dialects` as one from a request to a response: JSON, checked by its types."""
+    """A function of `dialects` as a request handler; 422 for a body of other types."""
     from pydantic import ValidationError, create_model
     from starlette.responses import JSONResponse
 
@@ -328,7 +326,7 @@ def endpoint(answer: Callable) -> Callable:
 
 
 def make_mcp(service: Service) -> Any:
-    """The MCP server, with the tool `retrieve`."""
+    """Returns the MCP server with its tool `retrieve`."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp.shared.exceptions import MCPError
@@ -345,7 +343,7 @@ def make_mcp(service: Service) -> Any:
             (passages,), _ = await service.passages([query], service.cfg.topk)
         except Refused as e:
             status, reason = service.refuse(e)
-            if status >= 500:  # not the caller's fault: no tool error that a model would read
+            if status >= 500:  # no tool error: a model would read it
                 raise MCPError(INTERNAL_ERROR, reason) from e
             raise ToolError(reason) from e
         return "\n\n".join(numbered(passage["contents"] for passage in passages)) or NOTHING_FOUND
@@ -354,7 +352,7 @@ def make_mcp(service: Service) -> Any:
 
 
 def make_app(service: Service) -> Any:
-    """The ASGI application: all formats, MCP among them with mcp=http."""
+    """Returns the ASGI application, with MCP if mcp=http."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
@@ -372,7 +370,7 @@ def make_app(service: Service) -> Any:
         routes, lifespan = routes + part.routes, lambda app: mcp.session_manager.run()
     local = ["127.0.0.1", "localhost", "[::1]"]
     if host in (*local, "::1"):
-        # a web page whose name resolves to 127.0.0.1 must not read the corpus (DNS rebinding)
+        # against DNS rebinding by a web page
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local)]
 
     async def refused(request: Any, e: Refused) -> JSONResponse:
@@ -387,14 +385,14 @@ def make_app(service: Service) -> Any:
 
 
 def make_server(service: Service) -> Any:
-    """The uvicorn server; `run(sockets=[…])` answers until `should_exit` is set."""
+    """Returns the uvicorn server; `run(sockets=[…])` serves until `should_exit` is set."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
-        """Drops a connection on which nothing happened between two looks, except a search.
+        """Aborts connections that did not change between checks, except during a search.
 
-        uvicorn's own time limit is for the time between two requests alone.
+        uvicorn only limits the time between requests.
         """
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -426,24 +424,24 @@ def make_server(service: Service) -> Any:
 
 
 def serve_http(service: Service, listener: socket.socket) -> None:
-    """Answer until SIGTERM or Ctrl-C, then finish what is being answered."""
+    """Serve until SIGTERM or Ctrl-C, then finish the open requests."""
     host, port = listener.getsockname()[:2]
     address, count = f"[{host}]" if ":" in host else host, len(service.retriever.passage_ids)
     mcp = " (MCP: /mcp)" if service.cfg.mcp == "http" else ""
     server = make_server(service)
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn hands the signal on at last
-        listener.listen(2048)  # whoever reads the next line may connect at once
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn raises the signal again
+        listener.listen(2048)  # clients may connect once the next line is printed
         print(f"serving {count:,} passages{mcp} at http://{address}:{port}", flush=True)
         server.run(sockets=[listener])
 
 
 def serve_stdio(service: Service) -> NoReturn:
-    """Answer MCP on stdin and stdout until they close or a signal; ends the process."""
+    """Serve MCP on stdin and stdout until they close or a signal; ends the process."""
 
     def end(*_: Any) -> NoReturn:
-        with contextlib.suppress(OSError):  # a client that went away reads no last line
+        with contextlib.suppress(OSError):  # stderr may be closed
             print(json.dumps(service.status()), file=sys.stderr, flush=True)
-        os._exit(0)  # the thread that reads stdin can't be woken
+        os._exit(0)  # the thread reading stdin can't be stopped
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
@@ -456,7 +454,7 @@ def serve_stdio(service: Service) -> NoReturn:
 
 
 def load_qrels(path: str, ids: Any) -> dict[str, list[str]]:
-    """Query id → its gold passages (gain above 0). DataError: one that is not in the index."""
+    """Query id → gold passages (gain > 0). DataError if one is not in the index."""
     judged = read_qrels(path).items()
     golds = {query: [id_ for id_, gain in one.items() if gain > 0] for query, one in judged}
     if unknown := [id_ for gold in golds.values() for id_ in gold if id_ not in ids]:
@@ -465,8 +463,8 @@ def load_qrels(path: str, ids: Any) -> dict[str, list[str]]:
 
 
 def listen(cfg: ServeConfig) -> socket.socket:
-    """The address, taken before anything is loaded; ConfigError where something else has it."""
-    # without IPPROTO_TCP asyncio sets no TCP_NODELAY: answers would wait 40 ms for acknowledgements
+    """Returns a bound socket. ConfigError if the address can't be taken."""
+    # without IPPROTO_TCP asyncio sets no TCP_NODELAY, and answers wait 40 ms
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -478,10 +476,10 @@ def listen(cfg: ServeConfig) -> socket.socket:
 
 
 def main(cfg: ServeConfig) -> dict:
-    """Check, take the address, load, serve; returns what was done, for the last line."""
+    """Check, load and serve; returns the final status."""
     check_config(cfg)
     listener = None if cfg.mcp == "stdio" else listen(cfg)
-    from retriever import open_retriever  # and torch with it
+    from retriever import open_retriever  # imports torch
 
     same_corpus(cfg.retriever, cfg.corpus)
     retriever, corpus = open_retriever(cfg.retriever), cfg.corpus or cfg.retriever.corpus

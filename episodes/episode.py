@@ -1,10 +1,9 @@
-"""Episodes of the tasks `search` and `agent`: sample, carry out what is asked for, show it, go on.
+"""Episodes of the tasks `search` and `agent`: sample a turn, run its calls, append results, repeat.
 
-An episode is one growing list of token ids with a mask beside it. What the model sampled stays as
-sampled (mask 1); results and notes are encoded alone and not trained (mask 0). What the texts mean
-is told by a task (tasks.py): in `search` an answer is the end, and a query counts wherever it
-stands, as in ReSearch; in `agent` a turn without a call is the last. An answer inside a think block
-ends nothing.
+An episode is one growing list of token ids. Sampled tokens stay as sampled (mask 1); results and
+notes are encoded alone and not trained (mask 0). `search` ends at an answer, and a query counts
+anywhere, as in ReSearch; `agent` ends at a turn without a call. Answers in think blocks do not
+count.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from prompts import before_calls, call_text, outside_thoughts
 from reward import answer_metrics, extract_answer
 
 ENDED = ("answered", "no_answer")  # the model itself ended the episode
-FAILED = ("engine_error", "tool_error")  # technical: left out and counted, never scored
-END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length, rounds: no token, no turn was left
-LEAST_ROOM = 64  # tokens; a search whose result has less room is not made: tags and notes need 60
+FAILED = ("engine_error", "tool_error")  # technical failures get no reward
+END_STATES = (*ENDED, "length", "rounds", *FAILED)  # length: no tokens left; rounds: no turns left
+LEAST_ROOM = 64  # tokens that a search needs for its result: tags and notes take 60
 
 
 @dataclass
 class Round:
-    """One turn of the model and what was appended behind it."""
+    """One turn of the model and what was appended to it."""
 
     text: str  # as sampled, decoded, without EOS
     calls: list[Call] = field(default_factory=list)
@@ -42,29 +41,29 @@ class Round:
 
 @dataclass
 class Episode(Rollout):
-    """One sampled conversation: a rollout (`end` is empty while it runs)."""
+    """One sampled conversation; `end` is empty while it runs."""
 
-    sample: int = 0  # which of its prompt's
-    budget: int = 0  # tokens of the response, without a forced EOS
+    sample: int = 0  # index among those of its prompt
+    budget: int = 0  # response tokens, without a forced EOS
     rounds: list[Round] = field(default_factory=list)
     prediction: str | None = None  # the extracted answer
-    ended: bool = False  # by the tokenizer's own EOS, or a forced one
-    failure: str = ""  # why it is one of FAILED
-    well_formed: bool = False  # it keeps its task's form
+    ended: bool = False  # with the tokenizer's own EOS, sampled or forced
+    failure: str = ""  # the reason, if FAILED
+    well_formed: bool = False  # in its task's form
 
     @property
     def failed(self) -> bool:
-        """For a technical reason."""
+        """Whether it failed for a technical reason."""
         return self.end in FAILED
 
     @property
     def left(self) -> int:
-        """Tokens of the budget that are left."""
+        """Tokens left in the budget."""
         return self.budget - len(self.response_ids)
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
-        """(text, written by the model) in order."""
+        """(text, whether the model wrote it) in order."""
         parts = [part for r in self.rounds for part in ((r.text, True), (r.injected, False))]
         return [part for part in parts if part[0]]
 
@@ -78,12 +77,12 @@ class Episode(Rollout):
 
     @property
     def searches(self) -> int:
-        """Calls that were carried out."""
+        """Number of calls carried out."""
         return sum(call.done for call in self.calls)
 
     @property
     def retrieved(self) -> list[str]:
-        """Ids of the passages that the episode was shown, each once, in order."""
+        """Ids of the passages shown, each once, in order."""
         shown = [call for r in self.rounds if r.injected for call in r.calls if call.shown]
         ids = [id_ for call in shown for id_, _ in call.documents if id_ is not None]
         return list(dict.fromkeys(ids))
@@ -102,16 +101,16 @@ def run_episodes(
     context: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Episode]:
-    """Episodes of every prompt, its samples side by side, group_id its index.
+    """Sample the episodes of every prompt, its samples side by side; group_id is the prompt's index.
 
-    `max_tokens` of a sampling is the episode's whole budget, results included. context: positions
-    of the model. `progress(finished, total, 0.0)` is called after every round.
+    `max_tokens` is an episode's whole budget, results included. context: the model's positions;
+    RolloutError if a prompt fills them. `progress(finished, total, 0.0)` is called every round.
     """
     samplings = [samplings] * len(prompts) if isinstance(samplings, Sampling) else samplings
     episodes = []
     for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         budget = min(sampling.max_tokens, (context or sys.maxsize) - len(prompt))
-        budget -= task.cfg.stop_at_answer  # the EOS that is then put behind an answer
+        budget -= task.cfg.stop_at_answer  # room for a forced EOS
         if budget < 1:
             raise RolloutError(
                 f"prompt {i} has {len(prompt)} tokens, the model {context} positions; shorten the "
@@ -146,8 +145,8 @@ def _sample(
 ) -> list[Rollout]:
     """The next turn of every active episode.
 
-    In the first round the samples of a prompt are one request; later each has a seed of its own:
-    draws do not depend on what else is sampled.
+    In round 0 a prompt's samples are one request. Later each has its own seed, so that draws do
+    not depend on the other episodes.
     """
     active = active if number else [e for e in active if e.sample == 0]
     requests = []
@@ -162,13 +161,13 @@ def _sample(
 
 
 def answer_block(text: str) -> str | None:
-    """The last answer outside of the thinking."""
+    """The last answer outside think blocks, or None."""
     return extract_answer(outside_thoughts(text))
 
 
 def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
-    """Read a turn that was appended: it asks for something (`calls`), or ends the episode, or goes
-    on in the next round, stopped at a text that ends nothing. final: no round is left."""
+    """Read an appended turn: it has calls, ends the episode, or goes on in the next round. final:
+    no round is left."""
     ids, eos = sampled.response_ids, sampled.end == "eos"
     if not episode.rounds or episode.rounds[-1].injected:
         before = len(episode.prompt_ids) + len(episode.response_ids) - len(ids)
@@ -189,7 +188,7 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
         turn.calls, episode.end = calls or [], "rounds" if final else ""
         _limit_calls(episode, turn.calls, task)
         return
-    if stopped and task.cfg.stop_at_answer:  # a forced EOS: the model did not write it
+    if stopped and task.cfg.stop_at_answer:  # a forced EOS
         episode.append([task.eos_id], [0.0], mask=0)
     episode.ended = episode.response_ids[-1] == task.eos_id
     episode.prediction = None if block is None else task.answer(block)
@@ -198,7 +197,7 @@ def _read_turn(episode: Episode, sampled: Rollout, final: bool, task) -> None:
 
 
 def _limit_calls(episode: Episode, calls: list[Call], task) -> None:
-    """Give the calls beyond a limit a note in place of a search."""
+    """Give calls beyond a limit a note."""
     left = task.cfg.max_calls - episode.searches if _room(episode, task) >= LEAST_ROOM else 0
     for i, call in enumerate(call for call in calls if not call.note):
         if i >= left:
@@ -208,18 +207,17 @@ def _limit_calls(episode: Episode, calls: list[Call], task) -> None:
 
 
 def _room(episode: Episode, task) -> int:
-    """Tokens that results may take."""
     return episode.left - int(task.cfg.answer_share * episode.budget)
 
 
 def _show_results(episode: Episode, task) -> list[int]:
-    """The tokens of what the last turn asked for; none where that ended the episode: a search
-    failed, or no token would be left."""
+    """Token ids of the last turn's results. Empty if the episode ends here: a call failed, or no
+    token would be left."""
     turn = episode.rounds[-1]
     if failure := next((call.failure for call in turn.calls if call.failure), ""):
         episode.end, episode.failure = "tool_error", failure
         return []
-    room = max(_room(episode, task), LEAST_ROOM)  # a note may take from the answer's part
+    room = max(_room(episode, task), LEAST_ROOM)  # a note may use the answer's share
     ids, text = task.show(turn.calls, episode.response_ids[-1], room)
     if len(ids) >= episode.left:
         episode.end = "length"
@@ -232,8 +230,8 @@ def _show_results(episode: Episode, task) -> list[int]:
 
 
 def trajectory_row(episode: Episode, question: Question, task, request: dict) -> dict:
-    """An episode as a line of trajectory.jsonl: DeepSearch-RL's fields, and more; a training row
-    for the prompt without examples."""
+    """An episode as a row of trajectory.jsonl: DeepSearch-RL's fields and more, without few-shot
+    examples."""
     messages = task.messages(question.question)
     for number, turn in enumerate(episode.rounds):
         messages += turn_messages(turn, number, task.cfg.bare_calls)
@@ -259,13 +257,13 @@ def trajectory_row(episode: Episode, question: Question, task, request: dict) ->
         "metric_score": answer_metrics(episode.prediction, question.golden_answers),
         "well_formed": episode.well_formed,
         "searches": episode.searches,
-        "retrieved": None if task.cfg.mcp else episode.retrieved,  # its texts have no ids
+        "retrieved": None if task.cfg.mcp else episode.retrieved,  # MCP gives no ids
     }
 
 
 def turn_messages(turn: Round, number: int, bare: bool) -> list[dict]:
-    """The assistant's message of a turn, and one for each result; its `text` is what is trained: as
-    sampled, or `bare` calls in the tags that they lack."""
+    """The assistant message of a turn and one per result. Its `text` is trained: as sampled, or
+    `bare` calls with their tags added."""
     text = turn.text
     if bare and turn.calls and all(call.done for call in turn.calls):
         text = "\n".join(call_text(call.name, call.arguments) for call in turn.calls)
@@ -284,7 +282,7 @@ def turn_messages(turn: Round, number: int, bare: bool) -> list[dict]:
 
 
 def _usage(rounds: list[Round]) -> dict:
-    """Tokens in OpenAI's words; a prompt counts again in every round."""
+    """A prompt counts again in every round."""
     prompt = sum(r.prompt_tokens for r in rounds)
     completion = sum(r.completion_tokens for r in rounds)
     total = prompt + completion

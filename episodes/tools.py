@@ -1,7 +1,7 @@
-"""What an episode may call: tool calls in a model's text, the retriever as a tool, MCP's tools.
+"""The tools of an episode: calls parsed from text, the retriever as a tool, and MCP servers.
 
-A call ends in documents, in a note for the model where the call itself is wrong, or in a technical
-failure, of which no score may be made.
+A call ends with documents, with a note for the model if the call is wrong, or with a technical
+failure, which must not become a reward.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ from referencing.exceptions import Unresolvable
 from config import ConfigError
 from data import DataError, _scrub
 
-TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # one from Python 3.11 on
+TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # the same from Python 3.11 on
 NOTHING_FOUND = "No passage was found."
 
 
 class ToolsAway(RuntimeError):
-    """The tools failed for everything that was asked of them."""
+    """The tools failed in every episode."""
 
     exit_status = 1
 
 
 @dataclass
 class Call:
-    """One search or tool call that the model wrote, and what came of it."""
+    """One search or tool call that the model wrote, and its outcome."""
 
     name: str
     arguments: dict
-    note: str = ""  # why it is not carried out, in words for the model
-    documents: list[tuple[str | None, str]] = field(default_factory=list)  # (id if known, text)
-    failure: str = ""  # technical: the episode ends
+    note: str = ""  # for the model: why it is not carried out
+    documents: list[tuple[str | None, str]] = field(default_factory=list)  # (id or None, text)
+    failure: str = ""  # technical, ends the episode
     done: bool = False  # carried out
-    shown: str = ""  # what the model reads: documents, cut, or the note
+    shown: str = ""  # what the model reads: cut documents, or the note
 
 
 # ---- calls in text
 
 
 def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list[Call]:
-    """The calls in a model's turn, those in its thinking left out; a wrong one carries a note.
+    """The calls in a turn outside think blocks; an invalid call carries a note.
 
-    A block between tool_call tags holds JSON objects {"name", "arguments"}, and may lack its end.
-    `bare`: in a text without the tags a brace begins a call, whose last brace may be missing: small
-    models often forget it.
+    A <tool_call> block holds JSON objects {"name", "arguments"}; its end tag may be missing. bare:
+    in a text without these tags a brace begins a call, and its last brace may be missing.
     """
     bare = bare and "<tool_call>" not in text
     begins = re.compile(r"</?think>|(?=\{)" if bare else r"</?think>|<tool_call>")
@@ -71,7 +70,7 @@ def parse_tool_calls(text: str, schemas: list[dict], bare: bool = False) -> list
         if match[0] == "<think>":
             thought, end = True, text.find("</think>", at)
             at = len(text) if end < 0 else end
-        elif match[0] == "</think>":  # what stands before the first one was thought, too
+        elif match[0] == "</think>":  # all text before the first one was thought
             calls, thought = calls if thought else [], True
         else:
             found, at = _read_block(text, at, schemas, "}" if bare else "")
@@ -84,9 +83,9 @@ _BLOCK_END = re.compile(r"</?think>|</?tool_call>|\Z")
 
 
 def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[list[Call], int]:
-    """The calls of the block that begins at `at`, and where it ends; its text may lack `more`."""
+    """The calls of the block that begins at `at`, and its end. `more` may be missing there."""
     decode, calls = json.JSONDecoder().raw_decode, []
-    # from the block on: the decoder's error counts the lines before it
+    # cut, because the decoder's error counts all lines before it
     text, begin, at = text[at:], at, 0
     while True:
         at = _BETWEEN.match(text, at).end()
@@ -109,12 +108,11 @@ def _read_block(text: str, at: int, schemas: list[dict], more: str) -> tuple[lis
 
 
 def _check_call(value: Any, schemas: list[dict]) -> Call:
-    """A call as read, with a note where the schema of its tool does not allow it."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", {}, 'error: a call is a JSON object {"name": "…", "arguments": {…}}')
     name, arguments = value["name"], value.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # no object: said below
+        with suppress(ValueError, RecursionError):  # reported below
             arguments = _scrub(json.loads(arguments or "null"))
     arguments = {} if arguments is None else arguments
     schema = next((s["function"] for s in schemas if s["function"]["name"] == name), None)
@@ -130,18 +128,18 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
 
 
 def _problem(arguments: dict, name: str, parameters: dict) -> str:
-    """How arguments break the JSON Schema of a tool, in words for the model, if they do; one that
-    no property names does, unless the schema has additionalProperties."""
+    """How arguments break a tool's JSON Schema, in words for the model, or "". Those it does not
+    name are errors, unless the schema allows them explicitly."""
     dialect = validator_for(parameters, Draft202012Validator)
     known = parameters.get("properties") or {}
     if known:
-        # unevaluatedProperties, new in 2019-09, sees what allOf and $ref name, too
+        # unevaluatedProperties (from 2019-09 on) also sees names in allOf and $ref
         new = "unevaluatedProperties" in dialect.VALIDATORS
         parameters = {f"{'unevaluated' if new else 'additional'}Properties": False} | parameters
     try:
         error = best_match(dialect(parameters, registry=Registry()).iter_errors(arguments))
     except (Unresolvable, RecursionError, re.error):
-        return ""  # a reference or a pattern that the server alone can check
+        return ""  # only the server can check it
     if error is None:
         return ""
     rule, value, path = error.validator, error.validator_value, ".".join(map(str, error.path))
@@ -160,7 +158,6 @@ def _problem(arguments: dict, name: str, parameters: dict) -> str:
 
 
 def _schema(name: str, description: str, parameters: dict) -> dict:
-    """A tool as chat templates show it; parameters: its JSON Schema."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -174,7 +171,7 @@ SEARCH_TOOL = _schema(
 
 
 def numbered(contents: Iterable[str]) -> list[str]:
-    """Passages as an agent reads them: their place, and the title without its quotes."""
+    """Passages as an agent reads them: numbered, the title without quotes."""
     shown = []
     for place, passage in enumerate(contents, 1):
         title, newline, text = passage.partition("\n")
@@ -184,7 +181,7 @@ def numbered(contents: Iterable[str]) -> list[str]:
 
 
 def begin(work: Callable[[], Any]) -> Future:
-    """work() in a daemon thread: what hangs cannot be stopped, and must not keep the process."""
+    """Run work() in a daemon thread: if it hangs, the process can still end."""
     import torch
 
     future: Future = Future()
@@ -192,7 +189,7 @@ def begin(work: Callable[[], Any]) -> Future:
 
     def run() -> None:
         try:
-            torch.cuda.set_device(device)  # a thread starts on card 0; -1 does nothing
+            torch.cuda.set_device(device)  # threads start on GPU 0; -1 does nothing
             future.set_result(work())
         except BaseException as e:
             future.set_exception(e)
@@ -202,19 +199,19 @@ def begin(work: Callable[[], Any]) -> Future:
 
 
 class RetrieverTools:
-    """A retriever of this process as the tool `retrieve`: one search for all queries of a round."""
+    """A retriever in this process as the tool `retrieve`, with one search per round."""
 
     schemas = [SEARCH_TOOL]
 
     def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
-        """document: passage id → {"contents"}; numbered: documents begin with their place."""
+        """document: passage id → {"contents"}; numbered: documents get numbers."""
         self.retriever, self.document = retriever, document
         self.top_k, self.timeout, self.numbered = top_k, timeout, numbered
-        self.seconds = 0.0  # in `run`, since somebody set it to 0
-        self.search: Future | None = None  # the last one: two threads must not ask at once
+        self.seconds = 0.0  # in `run`, since it was last reset
+        self.search: Future | None = None  # the last one; never two at once
 
     def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets its documents or a technical failure."""
+        """Carry out calls: each gets documents or a failure. DataError: a wrong corpus."""
         queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
         if not queries:
             return
@@ -226,7 +223,7 @@ class RetrieverTools:
             hits = list(self.search.result(self.timeout))
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
-        except Exception as e:  # not turned into a score: these episodes are left out and counted
+        except Exception as e:
             failure = _reason(e, self.timeout)
             print(f"{len(calls)} searches failed: {failure}", file=sys.stderr, flush=True)
             for call in calls:
@@ -238,11 +235,10 @@ class RetrieverTools:
         self.seconds += time.perf_counter() - began
 
     def _show(self, call: Call, hits: Any) -> None:
-        """Give a call the documents of its hits, or the reason why they are none."""
         try:
             ids = [id_ for id_, _ in hits]
             texts = [self.document(id_)["contents"] for id_ in ids]
-        except DataError:  # another corpus than the index was made of: no fault of this query
+        except DataError:  # the corpus is not the one indexed
             raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
             call.failure = f"the retriever gave {hits!r:.80}, no hits of this corpus ({e})"
@@ -257,9 +253,9 @@ class RetrieverTools:
 class MCPTools:
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
-    Errors of a tool are for the model; a protocol error or a time-out is a technical failure. A
-    lost connection is opened again for at most `timeout` seconds, once a round where the last one
-    found no server, and the calls that were lost with it are sent again, at most twice.
+    The model reads errors of a tool; a protocol error or a time-out is a technical failure. A lost
+    connection is retried for `timeout` seconds; after a round without a server, only once a round.
+    Calls lost with it are sent again, at most twice.
     """
 
     def __init__(self, target: str, timeout: float, at_once: int = 64):
@@ -270,7 +266,7 @@ class MCPTools:
             problem = f"episode.mcp={target} needs the MCP SDK ({e})"
             raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
         self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
-        self.client: Any = None  # of the open connection
+        self.client: Any = None  # None if not connected
         self.sound = False
         self.connection, self.thread = ExitStack(), ExitStack()
         self.portal = self.thread.enter_context(start_blocking_portal(name="mcp"))
@@ -284,7 +280,7 @@ class MCPTools:
             raise ConfigError(f"{problem}; start that server, or give its URL or command") from e
 
     def _open(self) -> list[dict]:
-        """Connect; the schemas of the server's tools."""
+        """Connect; returns the tools."""
         from mcp import Client
         from mcp.client.sse import sse_client
         from mcp.client.stdio import StdioServerParameters
@@ -314,11 +310,11 @@ class MCPTools:
 
     def _close(self) -> None:
         self.client = None
-        with suppress(Exception):  # what ended a lost connection
+        with suppress(Exception):  # the error that ended the connection
             self.connection.close()
 
     def _connect(self) -> None:
-        """See that there is a connection that works, or raise why there is none."""
+        """Make sure that the connection works, or raise the reason."""
         wait, end = 0.5, time.monotonic() + (self.timeout if self.client else 0)
         if self.client and not self.sound:
             try:
@@ -339,7 +335,7 @@ class MCPTools:
                 wait *= 2
 
     def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets the server's answer or a technical failure."""
+        """Carry out calls: each gets an answer or a failure."""
         began, left = time.perf_counter(), calls
         for _ in range(3):
             if not left:
@@ -358,7 +354,7 @@ class MCPTools:
             print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
 
     def _send(self, calls: list[Call]) -> list[Call]:
-        """Carry out calls at the same time; those that were lost with the connection."""
+        """Carry out calls in parallel; returns those lost with the connection."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -379,16 +375,16 @@ class MCPTools:
         return lost
 
     def close(self) -> None:
-        """End the connection, and the server that a command started."""
+        """End the connection, and a server started by a command."""
         self._close()
         self.thread.close()
 
 
 def _texts(answer: Any) -> list[str]:
-    """The parts of an MCP result as texts; images and the like are named in brackets."""
+    """The parts of an MCP result as texts; other types are named in brackets."""
     texts = []
     for part in answer.content:
-        inner = getattr(part, "resource", part)  # of a resource that is sent along
+        inner = getattr(part, "resource", part)  # an embedded resource
         if part.type == "resource_link":
             texts.append(f"[link: {part.name}, {part.uri}] {part.description or ''}".rstrip())
         elif hasattr(inner, "text"):
@@ -404,7 +400,7 @@ def _texts(answer: Any) -> list[str]:
 
 
 def single(e: BaseException) -> BaseException:
-    """The first single exception inside groups of them."""
+    """The first exception in nested exception groups."""
     while getattr(e, "exceptions", None):
         e = e.exceptions[0]
     return e

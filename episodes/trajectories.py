@@ -1,8 +1,8 @@
-"""Trajectories on disk: read them, turn them into training rows, choose among them, export them.
+"""Trajectories on disk: reading, encoding as training rows, choosing, exporting.
 
 A trajectory is a JSONL row with `messages` and `tools` in OpenAI's form, beside infer.py's fields;
-ms-swift's form is read too (role `tool_call`, tools as text). The assistant's texts, calls and ends
-of turns are trained, but not turns with `weight` 0 (OpenAI) or `loss` false (ms-swift).
+ms-swift's form is read too (role `tool_call`, tools as text). Assistant turns are trained with
+their calls and EOS, except those with `weight` 0 (OpenAI) or `loss` false (ms-swift).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import prompts
 from data import DataError
 
 Rule = Literal["em", "f1"]
-F1_SUCCESS = 0.8  # DeepSearch-RL's
-RESULT = re.compile(  # of a search, inside an assistant's text
+F1_SUCCESS = 0.8  # as in DeepSearch-RL
+RESULT = re.compile(  # a search result in an assistant's text
     r"((?<=</search>)\s*(?:<result>.*?</result>|<information>.*?</information>))", re.DOTALL
 )
 
 
 def holds_trajectories(path: str) -> bool:
-    """Does the first row of a JSONL file have `messages`?"""
+    """Whether the first row of a JSONL file has `messages`."""
     return next(("messages" in row for _, row in data.read_jsonl(path)), False)
 
 
 def read_trajectories(path: str) -> list[dict]:
-    """The rows of a file in OpenAI's form, arguments as mappings; untrained turns have weight 0."""
+    """A file's rows in OpenAI's form, arguments as mappings; untrained turns have weight 0."""
     rows: dict[str | int, dict] = {}
     for number, row in data.read_jsonl(path):
         id_ = row.setdefault("rollout_id", f"line {number}")
@@ -51,8 +51,8 @@ def read_trajectories(path: str) -> list[dict]:
 
 
 def read_conversations(path: str) -> list[list[dict]]:
-    """Few-shot examples: messages of trajectories, from a user's question to the answer; of
-    `search` one user and one assistant message, results included."""
+    """Few-shot examples: chats from a user's question to the answer. In `search` one assistant
+    message holds everything."""
     chats = []
     for row in read_trajectories(path):
         first, *_, last = row["messages"]
@@ -69,7 +69,6 @@ def _listed(value: Any) -> list:
 
 
 def _json(value: Any) -> Any:
-    """The value of a JSON text; what is no text is a value."""
     try:
         return data._scrub(json.loads(value)) if isinstance(value, str) else value
     except ValueError as e:
@@ -77,7 +76,6 @@ def _json(value: Any) -> Any:
 
 
 def _function(what: str, value: Any) -> dict:
-    """The `function` of a tool or a call."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         form = '{"type": "function", "function": {"name": …}}'
@@ -86,7 +84,7 @@ def _function(what: str, value: Any) -> dict:
 
 
 def _call(value: Any) -> dict:
-    """A call with its arguments as a mapping, as templates take them; OpenAI's form has text."""
+    """A call with its arguments as a mapping, as chat templates need them."""
     function = _function("tool call", value)
     arguments = _json(function.get("arguments") or {})
     if not isinstance(arguments, dict):
@@ -99,7 +97,6 @@ TEXTS = ("role", "content", "thinking", "reasoning", "reasoning_content")
 
 
 def _chat(messages: list) -> list[dict]:
-    """Messages in OpenAI's form."""
     chat: list[dict] = []
     for m in messages:
         if not isinstance(m, dict) or not all(isinstance(m.get(k), str | None) for k in TEXTS):
@@ -121,7 +118,7 @@ def _chat(messages: list) -> list[dict]:
 
 
 def _add_message(chat: list[dict], message: dict) -> None:
-    """Add a message; a `tool_call` (ms-swift) joins the assistant's before it."""
+    """Add a message; ms-swift's `tool_call` joins the assistant message before it."""
     role, content = message.get("role"), message.get("content") or ""
     marks = [message.get("weight"), message.get("loss")]
     if any(mark not in (None, 0, 1) for mark in marks):
@@ -153,7 +150,7 @@ def _add_message(chat: list[dict], message: dict) -> None:
 
 
 def is_blank(message: dict) -> bool:
-    """Has an assistant's message nothing that could be trained?"""
+    """Whether an assistant message has nothing to train on."""
     return not (
         message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
     )
@@ -163,7 +160,7 @@ def is_blank(message: dict) -> bool:
 
 
 def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)): infer.py's rows by their texts, others by the template."""
+    """(token ids (T+1), loss mask (T)), from sampled texts or the chat template."""
     own = [m for m in row["messages"] if m["role"] == "assistant"]
     if row.get("task") in ("search", "agent") and all("text" in m for m in own):
         return encode_sampled(tokenizer, row)
@@ -171,7 +168,7 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 
 
 def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)); encoded apart, as in rollouts: no token spans a border."""
+    """(token ids (T+1), loss mask (T)) of (part, label): no token spans two parts."""
     ids, labels = [], []
     for part, label in parts:
         if isinstance(part, str):
@@ -182,7 +179,7 @@ def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int
 
 
 def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a row of infer.py: those of its rollout."""
+    """(token ids (T+1), loss mask (T)) of a row of infer.py, as in its rollout."""
     from episodes.tasks import AgentTask, EpisodeConfig, SearchTask  # they need torch
 
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
@@ -214,9 +211,9 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 def encode_messages(
     tokenizer, messages: list[dict], tools: list[dict], location: str
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a chat: the tokenizer's template around the assistant's
-    turns, which end with an EOS."""
-    # The model's own text keeps added tokens that are not special, like <think>: it can write them.
+    """(token ids (T+1), loss mask (T)) of a chat in the tokenizer's template. DataError if it does
+    not end assistant turns with EOS."""
+    # the model's own text keeps added tokens that are not special, like <think>
     control, added = prompts.control_strings(tokenizer), prompts.special_strings(tokenizer)
     chat = [m | {"content": prompts.defuse(m["content"], added)} for m in messages]
     if tools and not prompts.template_knows_tools(tokenizer, tools):
@@ -236,14 +233,14 @@ def encode_messages(
                 f"{location}: the chat template of {tokenizer.name_or_path} gives an assistant's "
                 f"turn no header, or does not end it with {' or '.join(ends)}; use a ChatML model"
             )
-        shown, _, block = before.rpartition(opened)  # of some templates an empty think block
+        shown, _, block = before.rpartition(opened)  # some templates add an empty think block
         if "<think>" in block and "<think>" in text:
-            block = ""  # the message has its own
-        known = block if "</think>" in header else ""  # an answer's prompt has it, too
+            block = ""  # the text has its own
+        known = block if "</think>" in header else ""  # a prompt has it, too
         parts.append((shown + opened + known, 0))
         own, before = int(message.get("weight") != 0), behind[end.end() :]
         turn = block.removeprefix(known) + text + end[0]
-        for k, piece in enumerate(RESULT.split(turn)):  # every second one is a result
+        for k, piece in enumerate(RESULT.split(turn)):  # odd ones are results
             parts.append((piece, 0 if k % 2 else own))
     return _join(tokenizer, parts)
 
@@ -252,23 +249,23 @@ def encode_messages(
 
 
 def succeeded(row: dict, rule: Rule) -> bool:
-    """EM = 1, or F1 >= 0.8; not of a row that failed technically or has no scores."""
+    """Whether EM = 1 or F1 >= 0.8 by `rule`; False after a technical failure."""
     score = (row.get("metric_score") or {}).get(rule) or 0
     return score >= (1 if rule == "em" else F1_SUCCESS) and not row.get("error")
 
 
 def tool_calls(row: dict) -> int:
-    """Calls over all of a trajectory's assistant messages."""
+    """Number of calls in all messages."""
     return sum(len(m.get("tool_calls") or ()) for m in row["messages"])
 
 
 def rounds(row: dict) -> int:
-    """Turns of the model."""
+    """Number of model turns."""
     return row.get("rounds") or sum(m["role"] == "assistant" for m in row["messages"])
 
 
 def question_type(row: dict) -> str:
-    """`metadata.question_type` or `metadata.type` of the question; "" where it is not known."""
+    """The type in the question's metadata, or ""."""
     metadata = row.get("metadata") or {}
     return str(metadata.get("question_type") or metadata.get("type") or "")
 
@@ -277,7 +274,7 @@ CLASSES = {"rounds": rounds, "tool_calls": tool_calls, "type": question_type}
 
 
 def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
-    """At most `cap` rows of each class (CLASSES), drawn with the seed; the order is kept."""
+    """At most `cap` random rows of each class of CLASSES[by], in order."""
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(CLASSES[by](row), []).append(i)
@@ -287,7 +284,7 @@ def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
 
 
 def first_of_each(rows: list[dict], count: int) -> list[dict]:
-    """At most `count` rows of a question, the first ones."""
+    """The first `count` rows of each question."""
     taken: Counter[str] = Counter()
     out = []
     for row in rows:
@@ -299,7 +296,7 @@ def first_of_each(rows: list[dict], count: int) -> list[dict]:
 
 
 def question_key(row: dict) -> str:
-    """What tells questions apart: the question's id, else what the first user message asks."""
+    """The question's id, or else the first user message."""
     if row.get("id") not in (None, ""):
         return str(row["id"])
     asked = (m["content"] for m in row["messages"] if m["role"] == "user")
@@ -310,7 +307,7 @@ def question_key(row: dict) -> str:
 
 
 def to_openai(row: dict) -> dict:
-    """{"messages", "tools"} of OpenAI's fine-tuning form; thoughts stay in the content."""
+    """{"messages", "tools"} in OpenAI's fine-tuning form, thoughts in the content."""
     messages = []
     for m in row["messages"]:
         out = {"role": m["role"], "content": prompts.thoughts_and_content(m)}
@@ -324,7 +321,7 @@ def to_openai(row: dict) -> dict:
 
 
 def to_swift(row: dict) -> dict:
-    """{"messages", "tools"} as ms-swift reads them: a `tool_call` message a call, tools as text."""
+    """{"messages", "tools"} in ms-swift's form: a `tool_call` message per call, tools as text."""
     messages = []
     for m in row["messages"]:
         loss = {"loss": False} if m.get("weight") == 0 else {}
