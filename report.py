@@ -73,8 +73,8 @@ def moments(values: Iterable[float]) -> dict[str, float]:
 def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
     """The figures of trajectory_stats.json under DeepSearch-RL's names, many by class of rows.
 
-    rows: from `read_rows`; missing: ids of questions without a row. These and technical
-    failures count as failures with scores of 0. A round is a turn of the model, `reasoning` counts the
+    rows: from `read_rows`; missing: ids of questions without a row. These and technical failures
+    count as failures with scores of 0. A round is a turn of the model, `reasoning` counts the
     characters of thoughts, and tokens_all_turns counts a prompt in every round.
     """
     good = [row for row in rows if trajectories.succeeded(row, rule)]

@@ -171,8 +171,8 @@ class KVCache:
         self.pieces = pieces
 
     def begin_steps(self, rows: list[tuple[int, int, int, Prompt]], count: int) -> None:
-        """The next passes compute a token per row: (token, tokens in the slot, slot, prompt), rows of
-        a prompt side by side; the other rows up to `count` are idle."""
+        """The next passes compute a token per row: (token, tokens in the slot, slot, prompt), rows
+        of a prompt side by side; the other rows up to `count` are idle."""
         state = [[token, at, 1, slot, p.number, p.length] for token, at, slot, p in rows]
         state += [[0, 0, 0, self.sizes[0], 0, 0]] * (count - len(rows))
         tiles: list[list[int]] = []

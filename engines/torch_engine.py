@@ -529,8 +529,8 @@ class TorchEngine(Engine):
         self.unusable, self.sync_seconds = "", {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Free memory for training; `generate` refuses until `wake`. Weights stay; with graphs a small
-        cache and its graphs, too."""
+        """Free memory for training; `generate` refuses until `wake`. Weights stay; with graphs a
+        small cache and its graphs, too."""
         self.asleep = True
         if not self.graphs:
             self._cache = None

@@ -101,7 +101,8 @@ def run_episodes(
     context: int | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Episode]:
-    """Sample the episodes of every prompt, its samples side by side; group_id is the prompt's index.
+    """Sample the episodes of every prompt, its samples side by side; group_id is the prompt's
+    index.
 
     `max_tokens` is an episode's whole budget, results included. context: the model's positions;
     RolloutError if a prompt fills them. `progress(finished, total, 0.0)` is called every round.
