@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches: groups dealt out to the ranks, packed to a budget of tokens.
+"""Rollouts → micro-batches: deal groups out to the ranks and pack them to a token budget.
 
 Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
 """
@@ -18,7 +18,7 @@ from rollout import RolloutBatch, collate_rollouts
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward pass takes, on the device."""
+    """The input of one forward and backward pass, on the device."""
 
     part: RolloutBatch  # (b, …)
     packed: Packed  # the same tokens, laid out for the model
@@ -32,13 +32,13 @@ class Update:
     """One optimizer step of this rank."""
 
     micro_batches: list[MicroBatch]
-    loss_mask: Tensor  # (B, T) of all its sequences, those that need no gradient included
+    loss_mask: Tensor  # (B, T) of all its sequences, also those without gradient
     advantages: Tensor  # (B,)
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
-    """The batch of this rank's rollouts; where it has none, for the collectives, of a token that is
-    not trained."""
+    """The batch of this rank's rollouts; if there are none, of one untrained token, since all ranks
+    take part in collectives."""
     idle = Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")
     return collate_rollouts(rollouts or [idle], advantages or [0.0], pad_id)
 
@@ -46,10 +46,10 @@ def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int
 def deal_out(
     rollouts: list[Rollout], advantages: list[float | None], dist: Dist
 ) -> tuple[list[Rollout], list[float]]:
-    """The rollouts that this rank trains, with their advantages. A collective.
+    """The rollouts that this rank trains, and their advantages (a collective).
 
-    Whole groups go, the longest first, to the rank with the fewest tokens, and are numbered anew.
-    A rollout that failed (advantage None) or has no trained token is left out.
+    Each group goes, the longest first, to the rank with the fewest tokens, and is renumbered.
+    Failed rollouts (advantage None) and those without a trained token are left out.
     """
     own: dict[int, list[tuple[Rollout, float]]] = {}
     for r, advantage in zip(rollouts, advantages):
@@ -72,7 +72,7 @@ def deal_out(
 
 
 def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
-    """(home rank, group) → the rank that trains it, from the tokens of every rank's groups."""
+    """(home rank, group) → the rank that trains it. sizes: of each rank, group → tokens."""
     load, owners = [0] * len(sizes), {}
     groups = [(size, rank, group) for rank, own in enumerate(sizes) for group, size in own.items()]
     for size, home, group in sorted(groups, key=lambda g: (-g[0], g[1], g[2])):
@@ -83,8 +83,8 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """`rows` cut into pieces of at most `budget` tokens as they are packed, or of one sequence;
-    groups stay together where they fit, the longest first: their prompt is computed once."""
+    """Split `rows` into pieces of at most `budget` packed tokens, or of one sequence. Groups stay
+    together where they fit, since their prompt is computed once; the longest come first."""
     lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
     for row, group in zip(rows, batch.group_ids[rows].tolist()):
@@ -117,14 +117,14 @@ def plan_updates(
     updates: int = 1,
     skip_flat: bool = False,
 ) -> list[Update]:
-    """The batch (on the CPU) as optimizer steps of micro-batches of up to `budget` tokens; every
-    rank has as many (a collective). `skip_flat`: leave out sequences whose advantage is 0."""
+    """Split a batch (on the CPU) into optimizer steps and micro-batches of up to `budget` tokens,
+    as many on every rank (a collective). `skip_flat`: leave out sequences of advantage 0."""
     plans = []
     for share in torch.arange(len(batch)).tensor_split(updates):
         rows = [i for i in share.tolist() if not skip_flat or float(batch.advantages[i])]
         pieces = micro_batch_rows(batch, rows, budget)
         pieces += [[]] * (max(1, *gather_objects(len(pieces))) - len(pieces))
-        # two tokens of which nothing is trained, where only other ranks have work
+        # two untrained tokens, where only other ranks have work
         idle = training_batch([], [], int(batch.tokens[0, 0]))
         parts = [batch.select(torch.tensor(rows)) if rows else idle for rows in pieces]
         micro_batches = []

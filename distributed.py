@@ -1,9 +1,9 @@
 """Process group, FSDP2, collectives, checkpoints, exports: one path for one process or many.
 
 A leaf: torch, safetensors, and huggingface_hub to export. A checkpoint is a folder
-`checkpoint_000120/`, whole where it has its name: sharded weights and optimizer state for any
-number of processes, every rank's random state, and `state.json` with a checksum of each file. torch
-unpickles a part of it: load those of your own runs alone.
+`checkpoint_000120/`, complete once it has this name: sharded weights and optimizer state for any
+number of processes, every rank's random state, and `state.json` with checksums. torch unpickles a
+part of it: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-DEVICE_WAIT = timedelta(minutes=15)  # for collectives of the model: all ranks come to them together
-HOST_WAIT = timedelta(hours=12)  # for the functions of this file: a rank may infer much longer
+DEVICE_WAIT = timedelta(minutes=15)  # for collectives of the model, which ranks reach together
+HOST_WAIT = timedelta(hours=12)  # for the functions of this file: ranks may infer for hours
 
 
 class CheckpointError(ValueError):
@@ -81,7 +81,7 @@ def cleanup() -> None:
     if c10d.is_initialized():
         c10d.destroy_process_group()
         _host = None
-        # sharded models, full of cycles, hold gloo's threads: alive at exit, these may abort it
+        # sharded models, full of cycles, keep gloo's threads alive, which may abort the exit
         atexit.register(gc.collect)
 
 
@@ -122,14 +122,14 @@ def broadcast_object(value: Any) -> Any:
 
 
 def on_rank_0(function: Callable, *args: Any) -> Any:
-    """What `function` returns or raises on rank 0, on every rank (a collective)."""
+    """Call `function` on rank 0; every rank returns its result or raises its error (collective)."""
     if not c10d.is_initialized():
         return function(*args)
     result, error = None, None
     if _rank() == 0:
         try:
             result = function(*args)
-        except Exception as e:  # raised below: the others must not be left waiting
+        except Exception as e:  # raised below, on all ranks
             error = e
     result, error = broadcast_object((result, error))
     if error is not None:
@@ -139,8 +139,8 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """The processes of a host run the block one after the other (a collective): of a model that is
-    loaded and sharded in it a host holds one whole copy at a time."""
+    """Run the block in one process of a host after the other (a collective), so that a host holds
+    one whole copy of a model at a time."""
     turn = int(os.environ.get("LOCAL_RANK", 0))
     turns = 1 + max(gather_objects(turn))  # a node may have more processes than another
     for _ in range(turn):
@@ -154,8 +154,8 @@ def in_turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Within the block signals go to a list, so that a step can be finished; one more than two
-    seconds later ends it (a scheduler signals torchrun too, which passes it on)."""
+    """Collect signals in a list, so that a step can be finished; another signal more than two
+    seconds later ends the block (a scheduler also signals torchrun, which passes it on)."""
     noted: list[int] = []
     first = 0.0
 
@@ -186,7 +186,7 @@ def signal_of_any(noted: list[int]) -> int:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of any family: the module list with most of the parameters."""
+    """The decoder layers of any family: the module list with most parameters."""
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
@@ -198,12 +198,12 @@ def shard_model(
     gather_once: bool = False,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """FSDP2 over all ranks, a unit a decoder layer and one for the rest; gradients are averaged.
+    """FSDP2 over all ranks: a unit per decoder layer and one for the rest; gradients are averaged.
 
-    bf16: compute so, with gradients reduced in float32 and shards of the dtype they have.
-    gather_once: gathered weights stay until a backward pass with `set_reshard_after_backward(True)`
-        or `reshard`: 2 bytes a parameter, and less traffic.
-    cpu_offload: shards, gradients and moments rest in pinned host memory.
+    bf16: compute in bf16, reduce gradients in float32; the dtype of shards stays.
+    gather_once: keep gathered weights until a backward pass with `set_reshard_after_backward(True)`
+        or `reshard`: less traffic for 2 bytes a parameter.
+    cpu_offload: keep shards, gradients and moments in pinned host memory.
     """
     settings: dict[str, Any] = {"mesh": init_device_mesh(dist.device.type, (dist.world,))}
     if bf16:
@@ -226,7 +226,7 @@ _WRAPPERS = re.compile(
 
 
 def clean_name(name: str) -> str:
-    """A parameter's Hugging Face name, without what compile, DDP, FSDP and PEFT put into it."""
+    """A parameter's Hugging Face name, without the parts that compile, DDP, FSDP and PEFT add."""
     return _WRAPPERS.sub("", name)
 
 
@@ -234,35 +234,34 @@ def full_tensor(value: Tensor) -> Tensor:
     """The whole of a sharded tensor (a collective), or the tensor itself."""
     if not isinstance(value, DTensor):
         return value
-    if value.device_mesh.size() == 1:  # 0.1 ms each: a model has hundreds, and an engine waits
+    if value.device_mesh.size() == 1:  # saves 0.1 ms for each of hundreds
         return value.to_local()
     return value.full_tensor()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free weights that were gathered for a pass: each rank has its shards alone."""
+    """Free gathered weights; each rank keeps its shards."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that the optimizer knows: FSDP shows others after a forward pass without a backward."""
+    """The optimizer's parameters; FSDP shows gathered ones after a forward without a backward."""
     reshard(model)
     yield from model.named_parameters()
 
 
-GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones mean waiting for starts
+GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones are slow
 
 
 def full_parameters(
     model: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, tied ones once, then of the saved
-    buffers (a router's bias). A collective; a few are whole at a time.
+    """Yield (Hugging Face name, whole tensor) of all parameters, tied ones once, and saved buffers.
 
-    Shards are cast to `dtype` before they are gathered. A layer with a LoRA adapter gives
-    W + scaling · B·A in float32, each time from the frozen W.
+    A collective; few tensors are whole at a time. Shards are cast to `dtype` before they are
+    gathered. A layer with a LoRA adapter gives W + scaling · B·A, computed in float32.
     """
     layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
@@ -280,13 +279,13 @@ def full_parameters(
 
 
 def gather(shards: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """The whole of every tensor (any shapes, one dtype), cast: sharded ones in one collective."""
+    """Yield whole tensors (any shapes, one dtype), cast to `dtype`; one collective for all."""
     mesh = getattr(shards[0], "device_mesh", None)
     if mesh is None or mesh.size() == 1:
         yield from (full_tensor(shard).to(dtype) for shard in shards)
         return
     world = mesh.size()
-    rows = [-(-s.shape[0] // world) for s in shards]  # of a rank; the last may have fewer, or none
+    rows = [-(-s.shape[0] // world) for s in shards]  # per rank; the last ones may have fewer
     sizes = [n * s.shape[1:].numel() for n, s in zip(rows, shards)]
     own = torch.zeros(sum(sizes), dtype=dtype, device=shards[0].device)
     for part, shard in zip(own.split(sizes), shards):
@@ -299,14 +298,14 @@ def gather(shards: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
-    """A LoRA layer's weight (out, in) with its active adapter added, float32 (a collective)."""
+    """A LoRA layer's weight (out, in) with its adapter merged, float32 (a collective)."""
     (name,) = layer.active_adapters
     a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
     return weight.float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients to an L2 norm of at most `max_norm`, if it is finite; returns what it was."""
+    """Clip gradients to the L2 norm `max_norm` if their norm is finite; returns that norm."""
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
     norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))
     if torch.isfinite(norm):
@@ -319,8 +318,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 @contextlib.contextmanager
 def _whole_folder(folder: str) -> Iterator[str]:
-    """A temporary name that becomes `folder` if the block ends well; CheckpointError for a disk's
-    fault."""
+    """Yield a temporary folder's name, which is renamed to `folder` if the block succeeds.
+
+    CheckpointError for errors of the disk.
+    """
     temporary, retired = f"{folder}.tmp", f"{folder}.old.tmp"
     try:
         yield temporary
@@ -342,7 +343,7 @@ def _whole_folder(folder: str) -> Iterator[str]:
 
 
 def clear_temporaries(run_dir: str) -> None:
-    """Remove what a killed run left half-written; what it was replacing gets its name back."""
+    """Remove half-written folders of a killed run; a folder that was being replaced is restored."""
     for name in os.listdir(run_dir) if os.path.isdir(run_dir) else []:
         path = os.path.join(run_dir, name)
         if (left := re.fullmatch(r"(\w+)(\.old)?\.tmp", name)) and os.path.isdir(path):
@@ -353,15 +354,15 @@ def clear_temporaries(run_dir: str) -> None:
 
 
 def _reason(e: BaseException) -> str:
-    """In one line what went wrong: the first error of any rank, without torch's wrapping."""
+    """The first error of any rank in one line, without torch's wrapping."""
     if isinstance(e, CheckpointException) and e.failures:
         e = next(iter(e.failures.values()))[0]
     return " ".join(str(e).split())[-300:] or type(e).__name__
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run grows to: checkpoints (weight and two moments, float32), exports (`dtype`;
-    an adapter float32), and one of each being written."""
+    """Bytes that a run will need: `keep` checkpoints (weight and two moments, float32), `exports`
+    (`dtype`; an adapter float32), and one more of each while it is written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -369,7 +370,7 @@ def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> 
 
 
 def check_free_space(folder: str, needed: int) -> None:
-    """CheckpointError where a folder cannot grow to `needed` bytes; what it holds counts."""
+    """CheckpointError if a folder cannot grow to `needed` bytes, its present content included."""
     path = Path(folder).absolute()
     held = sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
@@ -384,8 +385,8 @@ def check_free_space(folder: str, needed: int) -> None:
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters (an adapter's base is loaded anew) and, by the same names, AdamW's
-    moments, made here before step 1."""
+    """Trained parameters and, by the same names, AdamW's moments, which are created here before
+    step 1."""
     fused = bool(optimizer.param_groups[0].get("fused"))
     trained = {name: p for name, p in _named_parameters(model) if p.requires_grad}
     for p in trained.values():
@@ -406,10 +407,10 @@ def save_checkpoint(
     extra: dict,
     keep: int = 2,
 ) -> str:
-    """Write `run_dir/checkpoint_<step>` with `extra` in its state.json, remove all but the newest
-    `keep`; returns the folder. A collective.
+    """Write `run_dir/checkpoint_<step>` with `extra` in its state.json, and remove all but the
+    newest `keep` checkpoints; returns the folder (a collective).
 
-    CheckpointError on a full disk or an unwritable folder; earlier checkpoints are untouched.
+    CheckpointError for a full disk or an unwritable folder; earlier checkpoints stay.
     """
     folder, rank = os.path.join(run_dir, f"checkpoint_{step:06d}"), _rank()
     temporary, rng = f"{folder}.tmp", f"rng_rank{rank:03d}.pt"
@@ -460,7 +461,7 @@ def _flush(f) -> None:
 
 
 def _checksums(folder: str, names: list[str]) -> dict[str, int]:
-    """CRC-32 of files, by name: it finds damage, not forgery."""
+    """File name → CRC-32."""
     sums = dict.fromkeys(names, 0)
     for name in names:
         with open(os.path.join(folder, name), "rb") as f:
@@ -481,11 +482,10 @@ def _state(folder: str) -> Any:
 
 
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
-    """(folder, its state.json) of the newest checkpoint that every rank sees, or None (a
-    collective).
+    """(folder, state.json) of the newest checkpoint that every rank sees, or None (a collective).
 
-    One with a damaged state.json is passed over with a warning; CheckpointError where no other is
-    left: a run never starts at step 0 over the remains of an earlier one.
+    Damaged ones are skipped with a warning; CheckpointError if only damaged ones are left, so that
+    a run never starts over unnoticed.
     """
     folders, readable = _checkpoints(run_dir), {}
     for step, folder in folders.items():
@@ -508,9 +508,9 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
 
 
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model, optimizer and random state from a checkpoint of any world size (a collective).
+    """Load model, optimizer and random state from a checkpoint of any world size (a collective).
 
-    CheckpointError for another model's, and for a changed file, before anything is unpickled.
+    CheckpointError for another model's checkpoint, and for a changed file before it is unpickled.
     """
     path, problem = os.path.join(folder, f"rng_rank{_rank():03d}.pt"), ""
     try:
@@ -547,11 +547,10 @@ def export_hf(
     dtype: torch.dtype = torch.float32,
     notes: dict[str, dict] | None = None,
 ) -> None:
-    """Write a Hugging Face folder, whole or not at all (a collective); `notes`: further JSON files
-    by name.
+    """Write a Hugging Face folder atomically (a collective); `notes`: further JSON files by name.
 
-    A LoRA adapter is merged in float32, then rounded to `dtype` once. CheckpointError on a full
-    disk or an unwritable folder.
+    A LoRA adapter is merged in float32, then rounded to `dtype`. CheckpointError for a full disk or
+    an unwritable folder.
     """
     config = copy.deepcopy(model.config)
     config.dtype, config.use_cache = dtype, True
@@ -565,7 +564,7 @@ def export_hf(
 def export_adapter(
     model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None
 ) -> None:
-    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; else as `export_hf`."""
+    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; as `export_hf`."""
     pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
     names = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
     wholes = (full_tensor(p.detach()) for _, p in pairs)
@@ -584,7 +583,7 @@ def _export(
     parts: tuple,
     texts: dict[str, str],
 ) -> None:
-    """Rank 0 writes a folder: weights, what `parts` save, texts by file name (a collective)."""
+    """Write weights, `parts` (by save_pretrained) and texts by file name (a collective)."""
     state = {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in weights if _rank() == 0}
 
     def write() -> None:

@@ -26,22 +26,22 @@ from lora import (
 )
 from packing import _logprobs_forward, compile_function, token_logprobs  # noqa: F401
 
-DYNAMIC = None  # torch.compile's: from the second length on the length is a variable; False: never
+DYNAMIC = None  # torch.compile's: lengths become variable from the second one on
 BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 
 
 def _reason(path: str, e: Exception) -> str:
-    """Why nothing was loaded from `path`; the libraries call a missing folder a bad hub name."""
+    """Why loading `path` failed; the libraries take a missing folder for a hub name."""
     if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         return "there is no such folder"
     return first_line(e)
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a local folder or a hub name; of an adapter's folder without one its base's.
+    """The tokenizer of a folder or a hub name; for an adapter without one, that of its base.
 
-    ModelError where there is none in files (the library would invent one), and for one with tokens
-    that the model has no embeddings for.
+    ModelError if its files are missing (the library would make one up), or if it has tokens without
+    an embedding.
     """
     base = adapter_base(path)
     has_own = os.path.exists(os.path.join(path, "tokenizer.json"))
@@ -59,7 +59,7 @@ def load_tokenizer(path: str):
             f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder or a "
             "reachable hub name"
         ) from e
-    special = set(tokenizer.all_special_tokens)  # padding may lie outside: it is replaced by EOS
+    special = set(tokenizer.all_special_tokens)  # padding may lie outside
     largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)
     if largest >= (size := model.get_text_config().vocab_size):
         raise ModelError(
@@ -83,10 +83,10 @@ def load_causal_lm(
 ) -> nn.Module:
     """A causal LM from a local folder or a hub name, ready for `token_logprobs`.
 
-    A folder in PEFT's format gives the model it was trained on with the adapter merged into it in
-    float32, or beside it with `merge` false. With `lora.r` the model is frozen in `dtype` and has a
-    float32 adapter to train: a new one made with `seed`, or that of the folder. ModelError for a
-    path without a model, for damaged or missing weights, and for what prepare_causal_lm refuses.
+    For an adapter's folder (PEFT) the adapter is merged into its base in float32, or kept beside it
+    with `merge` false. With `lora.r` the model is frozen in `dtype` and has a float32 adapter to
+    train: a new one made with `seed`, or that of the folder. ModelError for a path without a model,
+    for damaged or missing weights, and for models that prepare_causal_lm refuses.
     """
     base = adapter_base(path) or path
     trained = lora is not None and lora.r is not None
@@ -130,12 +130,11 @@ def prepare_causal_lm(
     gradient_checkpointing: float = 0.0,
     compiled: bool = False,
 ) -> nn.Module:
-    """Make a transformers causal LM ready for `token_logprobs`: eval mode, dropout 0, FSDP's
-    method.
+    """Prepare a transformers causal LM for `token_logprobs`: eval mode, no dropout, our attention.
 
-    `gradient_checkpointing`: share of the decoder layers, evenly spread, that recompute their
-    activations. `compiled`: decoder layers and head go through torch.compile. ModelError for heads
-    that do more than one matrix product and for layers that are not plain attention.
+    `gradient_checkpointing`: share of the decoder layers, evenly spread, that recompute
+    activations. `compiled`: compile decoder layers and head. ModelError for heads that are more
+    than a matrix product, and for layers other than plain attention.
     """
     config, way_out = model.config, "use a Qwen2/2.5/3, Llama or SmolLM2 model"
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -170,7 +169,7 @@ def prepare_causal_lm(
             layer.forward = compile_function(layer.forward, DYNAMIC)
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
-    # FSDP gathers parameters around forward(), and around this method: shard_model registers it
+    # shard_model registers this method with FSDP, which gathers parameters around it
     model.logprobs_forward = functools.partial(_logprobs_forward, model)
     return model.eval()
 

@@ -29,12 +29,12 @@ from transformers.masking_utils import sdpa_mask
 
 BLOCK = 128  # tokens of a tile of flex attention
 ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
-KEY_HEADS = 16  # flex attention gets keys and values of so many heads, repeated if there are fewer
-SHARING_PAYS = 1.06  # factor in tokens saved from which flex attention beats flash attention
-CHUNK_TOKENS = 2048  # tokens whose logits exist at the same time: 2048 x 152k x 4 bytes = 1.2 GB
-RECOMPILES = 32  # of one function: layouts, two dtypes, with and without gradient
+KEY_HEADS = 16  # key/value heads are repeated to this number for flex attention
+SHARING_PAYS = 1.06  # flex attention beats flash attention if sharing saves this factor of tokens
+CHUNK_TOKENS = 2048  # tokens per chunk of logits: 2048 x 152k x 4 bytes = 1.2 GB
+RECOMPILES = 32  # per function: layouts, two dtypes, with and without gradient
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: transformers makes none
-ACTIVATIONS = 0.99  # share that compiled layers keep for the backward pass; the rest is redone
+ACTIVATIONS = 0.99  # share that compiled layers keep for the backward pass
 
 
 def packed_attention(
@@ -59,8 +59,8 @@ def packed_attention(
         return _attend_segments(query, key, value, segments, scaling).transpose(1, 2), None
     if isinstance(attention_mask, BlockMask):
         cpu = query.device.type == "cpu"
-        # A program of flex attention's backward pass takes a tile of keys through all queries of
-        # all heads that share it: with few heads the prompt's tiles run on when the card is idle.
+        # In flex attention's backward pass one program takes a tile of keys through all queries of
+        # all heads that share it: with few heads a long prompt keeps few programs busy.
         copies = key_copies(query.shape[1], key.shape[1])
         if copies > 1:
             key, value = (
@@ -85,10 +85,8 @@ def packed_attention(
 def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], scale: float | None
 ) -> Tensor:
-    """query (1, H, S, D), key, value (1, K, S, D) of a SharedLayout → (1, H, S, D).
-
-    Each segment attends to what it sees; one product with a mask would be S x S, most of it hidden.
-    """
+    """query (1, H, S, D), key, value (1, K, S, D) of a SharedLayout → (1, H, S, D), segment by
+    segment: a single S x S product would mostly be masked."""
     sizes = [s.end - s.begin for s in segments]
     queries, *stored = (x.split(sizes, dim=2) for x in (query, key, value))
     place = {s.number: i for i, s in enumerate(segments)}
@@ -105,7 +103,7 @@ def _attend_segments(
 
 
 def key_copies(heads: int, key_heads: int) -> int:
-    """How often a key/value head is repeated to have KEY_HEADS, or as many as query heads."""
+    """How often key/value heads are repeated to be KEY_HEADS, or as many as query heads."""
     shared = heads // key_heads
     for n in range(1, shared):  # a loop, which torch.compile reads
         if shared % n == 0 and n * key_heads >= KEY_HEADS:
@@ -122,10 +120,8 @@ _VARLEN_GQA = {"enable_gqa": True} if _GQA else {}
 
 
 def compile_function(function: Callable, dynamic: bool | None = None) -> Callable:
-    """`function` through torch.compile, with this file's settings in whatever thread calls it.
-
-    From torch 2.12 on settings are a thread's, and the backward pass compiles in another one.
-    """
+    """torch.compile with this file's settings in every calling thread: from torch 2.12 on settings
+    are per thread, and the backward pass compiles in another one."""
     compiled = torch.compile(function, dynamic=dynamic)
 
     def call(*args, **kwargs):
@@ -143,7 +139,7 @@ _compiled = functools.cache(compile_function)
 
 
 class Segment(NamedTuple):
-    """tokens[b, begin:end] of a batch, in the row of a layout from a column on."""
+    """tokens[b, begin:end] of a batch, which stand in a layout's row from `column` on."""
 
     column: int
     b: int
@@ -159,11 +155,10 @@ class Segment(NamedTuple):
 
 @dataclass
 class SharedLayout:
-    """Sequences whose common prompts are computed once, on the CPU.
+    """Sequences in one row, with shared prompts once (tensors on the CPU).
 
-    The row is the beginning that all prompts share, then, prompt by prompt, the rest of the prompt
-    and its responses: segments, of which a token sees its own, the prompt's and the common
-    beginning.
+    The row holds segments: the common beginning of all prompts, then for each prompt its rest and
+    its responses. A token sees its own segment, its prompt's and the common beginning.
     """
 
     tokens: Tensor  # (1, S) int64
@@ -175,7 +170,7 @@ class SharedLayout:
 
 
 def common_beginning(prompts: list[np.ndarray]) -> int:
-    """How many tokens all the prompts begin with."""
+    """The number of tokens that all prompts have in common at their start."""
     common = min(map(len, prompts))
     for prompt in prompts:
         differs = np.flatnonzero(prompt[:common] != prompts[0][:common])
@@ -190,10 +185,10 @@ def share_prefixes(
     group_ids: Tensor,
     multiple: int = 1,
 ) -> SharedLayout:
-    """Lay out right-padded tokens (B, T+1); those of equal group_ids (B,) have one prompt.
+    """Lay out right-padded tokens (B, T+1); sequences of equal group_ids (B,) share a prompt.
 
     attention_mask (B, T+1), prompt_lengths (B,). The row is padded to a multiple of `multiple`. The
-    last token of a sequence is nobody's input and is left out.
+    last token of a sequence, which predicts nothing, is left out.
     """
     ids, prompts = tokens.cpu().numpy(), prompt_lengths.tolist()
     lengths = (attention_mask.sum(-1) - 1).tolist()
@@ -232,10 +227,10 @@ def share_prefixes(
 
 
 def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
-    """Flex attention's form of what the layout's tokens see; its length is a multiple of BLOCK.
+    """Flex attention's mask of a layout whose length is a multiple of BLOCK.
 
-    What create_block_mask finds by trying all S x S pairs follows from the segments' ends: tiles of
-    BLOCK x BLOCK are seen wholly, in part, or not at all, and the last are never computed.
+    create_block_mask would try all S x S pairs; here the ends of the segments tell which tiles of
+    BLOCK x BLOCK are visible wholly, in part, or not at all.
     """
     width = layout.tokens.shape[1]
     count, filled = width // BLOCK, int((layout.segment_ids >= 0).sum())
@@ -278,14 +273,14 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
 
 @dataclass
 class Packed:
-    """Sequences ready for one forward pass, in whatever layout, on the model's device."""
+    """Sequences laid out for one forward pass, on the model's device."""
 
-    inputs: dict  # of the decoder: input_ids (R, S), position_ids, and what describes the attention
+    inputs: dict  # of the decoder: input_ids (R, S), position_ids, and the attention's description
     state_index: Tensor  # (M,) int64: which of the R * S states predicts each wanted token
     targets: Tensor  # (M,) int64: those tokens
     entries: Tensor  # (2, M) int64: their rows and columns in (B, T)
     shape: tuple[int, int]  # (B, T)
-    computed: int  # tokens that go through the decoder, padding left out
+    computed: int  # tokens through the decoder, without padding
 
 
 def computes_on(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -295,12 +290,11 @@ def computes_on(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
-    """The layout for sequences of these lengths, `shared` tokens when prompts are laid out once.
+    """The layout for sequences of these lengths, which are `shared` tokens with prompts shared.
 
-    `padded` (nothing shared): for a model without this file's attention. `segments` (an sdpa for
-    each): on the CPU, and for heads too small for flex attention. On a GPU `prefix_shared` (flex
-    attention) where that saves enough tokens (SHARING_PAYS, measured in
-    bench/results/layout_3b.json) or the dtype is float32; else `varlen` (flash attention).
+    `padded` (nothing shared): models without this file's attention. `segments` (one sdpa for each):
+    on the CPU, and for heads below 16. On a GPU `prefix_shared` (flex attention) if it saves enough
+    tokens (SHARING_PAYS, bench/results/layout_3b.json) or in float32; else `varlen` (flash).
     """
     device, dtype = computes_on(model)
     config = model.config
@@ -315,8 +309,8 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One CPU thread: laying out a batch takes many operations on small tensors, which 32 cores
-    slowed down to 0.45 s (bench/results/layout_profile.txt)."""
+    """Use one CPU thread: many cores slow down operations on small tensors
+    (bench/results/layout_profile.txt)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -334,7 +328,7 @@ def pack(
     groups: tuple[Tensor, Tensor] | None,
     layout: str | None = None,
 ) -> Packed:
-    """Lay out what `token_logprobs` takes, as `layout` or choose_layout says."""
+    """Lay out the arguments of `token_logprobs`, as `layout` or choose_layout says."""
     device, _ = computes_on(model)
     keep = (torch.ones_like(tokens[:, 1:]) if positions is None else positions).bool()
     targets, entries = tokens[:, 1:][keep], keep.nonzero().t()
@@ -365,16 +359,14 @@ def pack(
 
 
 def unique_tokens(attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> int:
-    """Tokens of attention_mask (B, T+1) when the prompt of a group counts once.
-
-    prompt_lengths (B,), group_ids (B,); what all prompts begin with still counts for each.
-    """
+    """Tokens of attention_mask (B, T+1) if the prompt of each group counts once; prompt_lengths
+    (B,), group_ids (B,)."""
     prompts = dict(zip(group_ids.tolist(), prompt_lengths.tolist()))
     return int((attention_mask.sum(-1) - 1 - prompt_lengths).sum()) + sum(prompts.values())
 
 
 def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
-    """tokens (B, T+1), less each last one, in one row: the decoder's inputs, state_index (B, T)."""
+    """tokens (B, T+1), without each last one, in one row → (decoder inputs, state_index (B, T))."""
     real = torch.arange(tokens.shape[1] - 1) < torch.tensor(lengths)[:, None]  # (B, T)
     total = sum(lengths)
     padding = -total % ROW_MULTIPLE  # one more sequence
@@ -396,10 +388,8 @@ def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
 def _chunk_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, extra: str
 ) -> tuple[Tensor, Tensor]:
-    """hidden states (M, D), targets (M,) → log-probabilities (M,), what `extra` asks for (M,).
-
-    That is `entropy`; `top`, 1 where the token is the most probable one; or zeros.
-    """
+    """hidden states (M, D), targets (M,) → log-probabilities (M,), and by `extra` (M,) the entropy,
+    `top` (1 for the most probable token), or zeros."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
     if torch.compiler.is_compiling():  # a gather's backward pass would be a second (M, V) tensor
@@ -418,17 +408,17 @@ def _chunk_logprobs(
 def _logprobs_forward(
     model: nn.Module, packed: Packed, temperature: float, extra: str
 ) -> tuple[Tensor, Tensor]:
-    """The computation behind `packed_logprobs`: (B, T) log-probabilities, and `extra`'s (B, T)."""
+    """Compute `packed_logprobs`: (B, T) log-probabilities, and `extra` (B, T)."""
     states = model.base_model(**packed.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
     empty = torch.zeros(packed.shape, device=states.device)
     head = model.get_output_embeddings()
-    if not len(packed.targets):  # every rank has a backward pass through every weight, the head too
+    if not len(packed.targets):  # all ranks need a backward pass through all weights
         return empty + 0.0 * head(states[:1]).float().sum(), empty
     compiled = getattr(model, "compiled_layers", False)
     chunk = _compiled(_chunk_logprobs) if compiled else _chunk_logprobs
     rows = states.index_select(0, packed.state_index)  # (M, D)
     size = -(-len(rows) // -(-len(rows) // CHUNK_TOKENS))  # chunks of equal size
-    if torch.is_grad_enabled() and size < len(rows):  # one chunk's logits are needed at once anyway
+    if torch.is_grad_enabled() and size < len(rows):  # a single chunk is kept
         options = {"use_reentrant": False, "preserve_rng_state": False}
         chunk = functools.partial(checkpoint, chunk, **options)
     chunks = zip(rows.split(size), packed.targets.split(size))
@@ -439,7 +429,7 @@ def _logprobs_forward(
 def packed_logprobs(
     model: nn.Module, packed: Packed, temperature: float = 1.0, extra: str = ""
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`token_logprobs` of packed sequences: (B, T), zero where nothing was wanted.
+    """`token_logprobs` of packed sequences: (B, T), zero at positions that were not asked for.
 
     With `extra` also (B, T) `entropy`, or `top`: 1 for the most probable token.
     """

@@ -28,7 +28,7 @@ class EngineGap(RuntimeError):
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for settings that cannot work; equal_calls: of all processes."""
+    """Raise for settings that cannot work. equal_calls: all processes call it equally often."""
     check_fields(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (
@@ -72,9 +72,9 @@ def open_engine(
     dtype: torch.dtype = torch.float32,
     weights: bool = True,
 ) -> TorchEngine | VLLMEngine:
-    """The engine that `cfg` asks for, over a Hugging Face folder or hub name; an adapter is merged.
+    """The engine of `cfg` for a Hugging Face folder or hub name; an adapter is merged.
 
-    `max_length`: tokens of a prompt and its response; `seed`: of draws without one of their own.
+    `max_length`: most tokens of a prompt and its response; `seed`: for draws without their own.
     Without `weights` the first `sync_weights` brings them.
     """
     check_engine(cfg)
@@ -103,10 +103,10 @@ def open_engine(
 
 
 def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
-    """Raise EngineGap where the mean |difference| to the trainer's log-probabilities is too large.
+    """Raise EngineGap if the mean |difference| to the trainer's log-probabilities exceeds `limit`.
 
-    In nats over a step's sampled tokens: rounding shows a mean near 0.05 in bfloat16 and 1e-5 in
-    float32, stale weights or a stale prefix cache 0.9 and more.
+    In nats over a step's sampled tokens: rounding gives about 0.05 in bfloat16 and 1e-5 in float32,
+    stale weights or a stale prefix cache 0.9 and more.
     """
     if not mean <= limit:  # a NaN too
         raise EngineGap(
@@ -118,7 +118,7 @@ def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
 
 @dataclass
 class RolloutBatch:
-    """Rollouts as tensors, padded on the right; targets are shifted by one here alone."""
+    """Rollouts as tensors, padded on the right, with targets shifted by one."""
 
     tokens: Tensor  # (B, T+1) int64, prompt then response
     attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens (pad may equal EOS)
