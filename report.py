@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Callable, Iterable, Literal, Sequence
 
-from config import ConfigError, at_least
+from config import ConfigError, Only, at_least
 from config import run as run_entry
 from data import DataError, read_jsonl, read_questions
 from episodes import trajectories
@@ -26,33 +26,36 @@ from scoring.run_page import run_page
 from scoring.tables import markdown_table
 
 
+STATISTICS = Only("trajectories")
+
+
 @dataclass
 class ReportConfig:
     trajectories: str = ""
     """trajectory.jsonl to report on"""
     run: str = ""
     """or a training run's folder, to write report.html into"""
-    questions: str = ""
+    questions: Annotated[str, STATISTICS] = ""
     """questions that were asked; one without a trajectory is a failure"""
-    out: str = ""
+    out: Annotated[str, STATISTICS] = ""
     """folder to write to; empty: that of the trajectories"""
     title: str = ""
     """heading; empty: the name of the folder"""
-    success: Literal["em", "f1"] = "em"
+    success: Annotated[Literal["em", "f1"], STATISTICS] = "em"
     """what counts as a success: exact match, or F1 >= 0.8"""
-    per_question: Annotated[int | None, at_least(1)] = None
+    per_question: Annotated[int | None, at_least(1), STATISTICS] = None
     """keep the first so many successes of a question; null: all"""
-    well_formed: bool = False
+    well_formed: Annotated[bool, STATISTICS] = False
     """keep only successes that are well formed"""
-    min_calls: Annotated[int, at_least(0)] = 0
+    min_calls: Annotated[int, at_least(0), STATISTICS] = 0
     """keep only successes with this many tool calls or more"""
-    balance_by: Literal["none", "rounds", "tool_calls", "type"] = "none"
+    balance_by: Annotated[Literal["none", "rounds", "tool_calls", "type"], STATISTICS] = "none"
     """classes of which at most `cap` successes are kept; type: question type"""
-    cap: Annotated[int | None, at_least(1)] = None
+    cap: Annotated[int | None, at_least(1), STATISTICS] = None
     """successes kept per class of balance_by"""
-    seed: int = 0
+    seed: Annotated[int, STATISTICS] = 0
     """seed for choosing among more than `cap`"""
-    export: list[Literal["openai", "swift"]] = field(default_factory=list)
+    export: Annotated[list[Literal["openai", "swift"]], STATISTICS] = field(default_factory=list)
     """also write the kept rows as OpenAI messages or for ms-swift"""
 
 
