@@ -1,7 +1,7 @@
 """Instructions, chat prompts, their encoding, and loss masks.
 
-Prompts are our own, not the paper's (arXiv 2505.15776, Fig. 6 and 7). Their fixed part comes first,
-so that an engine computes it once.
+Our prompts differ from the paper's (arXiv 2505.15776, Fig. 6 and 7) and start with their fixed part
+for prefix caching.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer in exactly this form:
 
 
 def read_instruction(path: str, default: str = "") -> str:
-    """The instruction in a text file; without a path, `default` or INSTRUCTION."""
+    """The text of a file (DataError if empty); without a path, `default` or INSTRUCTION."""
     if not path:
         return default or INSTRUCTION
     text = "\n".join(line for _, line in read_lines(path)).strip()
@@ -38,13 +38,13 @@ def read_instruction(path: str, default: str = "") -> str:
 
 
 def rewrite_prompt(turn: Turn, instruction: str = "") -> str:
-    """The zero-shot user message of task `rewrite` (Fig. 7)."""
+    """The zero-shot user message (Fig. 7)."""
     return few_shot_prompt(turn, [], instruction)[0]["content"]
 
 
 def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> list[dict]:
-    """The few-shot chat (Fig. 6). The paper has one message; here each example is a turn, which
-    keeps small models to the form."""
+    """The few-shot chat (Fig. 6). Unlike in the paper, each example is a turn: small models then
+    keep to the form."""
     messages = []
     for shown in [*examples, turn]:
         lines = ["Conversation:"] if shown.context else ["Conversation:", "(nothing yet)"]
@@ -58,12 +58,12 @@ def few_shot_prompt(turn: Turn, examples: list[Turn], instruction: str = "") -> 
 
 
 def response_text(think: str, rewrite: str) -> str:
-    """The canonical response: a think block, a newline, a rewrite block."""
+    """The canonical response: think block, newline, rewrite block."""
     return f"<think>{think.strip()}</think>\n<rewrite>{rewrite.strip()}</rewrite>"
 
 
 def read_examples(path: str) -> list[Turn]:
-    """Few-shot examples: JSONL with context, question, think and rewrite."""
+    """Few-shot examples from JSONL rows with context, question, think and rewrite."""
     examples = []
     for number, row in read_jsonl(path):
         location, name = f"{path}:{number}", f"example-{number}"
@@ -81,7 +81,7 @@ def read_examples(path: str) -> list[Turn]:
     return examples
 
 
-# Instructions of `search` (arXiv 2503.19470) and `agent`, in our own words.
+# Instructions of `search` (after arXiv 2503.19470) and `agent`
 
 SEARCH_RULES = """by thinking and by searching an encyclopedia.
 Thoughts stand between <think> and </think>: what is known, and what has to be found next.
@@ -128,7 +128,7 @@ def search_text(messages: list[dict]) -> str:
 
 
 def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> list[dict]:
-    """A chat for a template without tools: the system message gets the schemas, calls are text,
+    """A chat for templates without tools: schemas join the system message, calls become text,
     results user messages. bare: calls have no tags."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     how = "nothing but this, on one line" if bare else "its name and its arguments as JSON"
@@ -149,13 +149,13 @@ def spell_tools(messages: list[dict], tools: list[dict], bare: bool = False) -> 
 
 
 def call_text(name: str, arguments: dict, bare: bool = False) -> str:
-    """A call as JSON in hermes tags; bare: JSON alone."""
+    """A call as JSON in hermes tags; bare: without tags."""
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return text if bare else f"<tool_call>\n{text}\n</tool_call>"
 
 
 def thoughts_and_content(message: dict) -> str:
-    """An assistant message's thoughts and content, without its `tool_calls`."""
+    """An assistant message's thoughts and content, without calls."""
     content, thoughts = message["content"], message.get("reasoning_content")
     if message.get("tool_calls"):
         content = before_calls(content).rstrip()
@@ -172,14 +172,14 @@ def turn_text(message: dict, bare: bool = False) -> str:
 
 
 def outside_thoughts(text: str) -> str:
-    """A turn without think blocks, also unclosed ones or one the prompt opened."""
+    """`text` without think blocks, even unclosed or opened by the prompt."""
     opened, closing, rest = text.partition("</think>")
     text = rest if closing and "<think>" not in opened else text
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
 
 
 def before_calls(text: str) -> str:
-    """A turn up to its first call outside think blocks."""
+    """`text` up to the first call outside think blocks."""
     said = r"(?:<think>.*?(?:</think>|\Z)|(?!<tool_call>|<search>).)*"
     return re.match(said, text, re.DOTALL).group()
 
@@ -193,20 +193,20 @@ FORM_TAGS = {
 
 
 def special_strings(tokenizer) -> list[str]:
-    """All added tokens as strings, special or not."""
-    # all_special_tokens lacks Llama 3's header tokens
+    """All added tokens, special or not."""
+    # all_special_tokens lacks Llama 3's headers
     added = tokenizer.added_tokens_decoder.values()
     return sorted({*tokenizer.all_special_tokens, *(t.content for t in added)})
 
 
 def control_strings(tokenizer) -> list[str]:
-    """All special tokens as strings, without FORM_TAGS."""
+    """All special tokens except FORM_TAGS."""
     added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
     return sorted({*tokenizer.all_special_tokens, *added} - FORM_TAGS)
 
 
 def defuse(text: str, special: Iterable[str]) -> str:
-    """Break special-token strings by a space, so that data can't end a turn."""
+    """Puts a space into special tokens, so that data can't end a turn."""
     for token in special:
         if len(token) > 1 and token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -216,14 +216,14 @@ def defuse(text: str, special: Iterable[str]) -> str:
 def render_chat(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> str:
-    """Apply the chat template, special tokens defused. DataError if none, or if it refuses."""
+    """Applies the chat template to defused messages. DataError if it is missing or refuses."""
     model, special = tokenizer.name_or_path, control_strings(tokenizer)
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {model} has no chat template; use an instruct model, or add the "
             "file chat_template.jinja"
         )
-    # a macro, because transformers does not pass our functions to templates
+    # a macro: transformers passes no functions of ours to templates
     pinned = f"{{% macro strftime_now(form) %}}{TEMPLATE_DATE}{{% endmacro %}}\n"
     try:
         return tokenizer.apply_chat_template(
@@ -243,7 +243,7 @@ def render_chat(
 
 
 def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
-    """Whether the chat template writes tool schemas and tool results."""
+    """Whether the chat template writes tool schemas and results."""
     roles = {"user": "u", "assistant": "a", "tool": "t7t"}
     chat = [{"role": role, "content": content} for role, content in roles.items()]
     try:
@@ -270,8 +270,8 @@ def answer_header(tokenizer) -> str:
 def render_around(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> list[str]:
-    """The rendered text before each assistant turn and after the last. Placeholders stand for the
-    turns, because some templates cut earlier thoughts."""
+    """The rendered text before each assistant turn and after the last. Templates see placeholders,
+    because some cut earlier thoughts. DataError if one gets lost."""
     chat, marks = [], []
     for m in messages:
         if m["role"] == "assistant":
@@ -293,7 +293,7 @@ def _left_out(tokenizer, role: str) -> DataError:
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a user's text or a chat, with BOS if the template writes it."""
+    """Token ids of a user's text or a chat. DataError if the template drops a message."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
     turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
@@ -308,13 +308,13 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 
 def without_opened_think(text: str) -> str:
-    """A prompt without a final `<think>`: the model then writes both tags."""
+    """`text` without a final `<think>`: the model then writes both tags."""
     stripped = text.rstrip()
     return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of text without a template, with BOS if the tokenizer adds it, never EOS."""
+    """Token ids without a template; BOS if the tokenizer adds it, no EOS."""
     ids = tokenizer(defuse(text, control_strings(tokenizer)))["input_ids"]
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -322,7 +322,7 @@ def encode_text(tokenizer, text: str) -> list[int]:
 
 
 def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
-    """Ids that end a response: the tokenizer's own, then the generation config's."""
+    """Ids that end a response: the tokenizer's, then the generation config's."""
     listed = getattr(generation_config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
@@ -335,20 +335,20 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """The pad token, or EOS if there is none among the `vocabulary` embeddings."""
+    """The pad token, or EOS if it is missing or not below `vocabulary`."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
 
 def decode_response(tokenizer, response_ids: list[int]) -> str:
-    """The text of a response without special tokens, except FORM_TAGS."""
+    """Decodes without special tokens, except FORM_TAGS."""
     special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     kept = [i for i in response_ids if special.get(i, "<think>") in FORM_TAGS]
     return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def without_eos(tokenizer, text: str) -> str:
-    """`text` without the EOS strings at its end."""
+    """`text` without EOS at its end."""
     while tokenizer.eos_token and text.rstrip().endswith(tokenizer.eos_token):
         text = text.rstrip().removesuffix(tokenizer.eos_token)
     return text
@@ -357,8 +357,7 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt and its response with EOS, encoded apart as in
-    a rollout."""
+    """(token ids (T+1), loss mask (T)) of a prompt, and its response with EOS, encoded apart."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)

@@ -1,9 +1,9 @@
 """Report on a file of trajectories, or on the folder of a training run.
 
-`trajectories=FILE` (of infer.py) prints DeepSearch-RL's statistics and writes to `out`: the tables
-as trajectory_stats.md and .json (see `statistics`), and the successes that pass the filters as
-trajectory_success.jsonl and, for other trainers, openai.jsonl or swift.jsonl.
-`run=FOLDER` (of grpo.py or sft.py) writes the page report.html there (scoring/run_page.py).
+`trajectories=FILE` (of infer.py) prints DeepSearch-RL's statistics and writes trajectory_stats.md
+and .json (see `statistics`), and the successes that pass the filters as trajectory_success.jsonl
+and, on request, openai.jsonl or swift.jsonl.
+`run=FOLDER` (of grpo.py or sft.py) writes report.html there (scoring/run_page.py).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class ReportConfig:
     trajectories: str = ""
     """trajectory.jsonl to report on"""
     run: str = ""
-    """or a training run's folder, to write report.html into"""
+    """or folder of a training run, for report.html"""
     questions: Annotated[str, STATISTICS] = ""
-    """questions that were asked; one without a trajectory is a failure"""
+    """file of all questions; one without a trajectory is a failure"""
     out: Annotated[str, STATISTICS] = ""
     """folder to write to; empty: that of the trajectories"""
     title: str = ""
-    """heading; empty: the name of the folder"""
+    """heading; empty: the folder's name"""
     success: Annotated[Literal["em", "f1"], STATISTICS] = "em"
-    """what counts as a success: exact match, or F1 >= 0.8"""
+    """success criterion: exact match, or F1 >= 0.8"""
     per_question: Annotated[int | None, at_least(1), STATISTICS] = None
-    """keep the first so many successes of a question; null: all"""
+    """successes to keep per question, in file order; null: all"""
     well_formed: Annotated[bool, STATISTICS] = False
-    """keep only successes that are well formed"""
+    """keep only well-formed successes"""
     min_calls: Annotated[int, at_least(0), STATISTICS] = 0
-    """keep only successes with this many tool calls or more"""
+    """keep only successes with at least this many tool calls"""
     balance_by: Annotated[Literal["none", "rounds", "tool_calls", "type"], STATISTICS] = "none"
-    """classes of which at most `cap` successes are kept; type: question type"""
+    """keep at most `cap` successes per class; type: question type"""
     cap: Annotated[int | None, at_least(1), STATISTICS] = None
-    """successes kept per class of balance_by"""
+    """most successes per class of balance_by"""
     seed: Annotated[int, STATISTICS] = 0
-    """seed for choosing among more than `cap`"""
+    """seed for drawing `cap` of a class"""
     export: Annotated[list[Literal["openai", "swift"]], STATISTICS] = field(default_factory=list)
-    """also write the kept rows as OpenAI messages or for ms-swift"""
+    """also write kept rows as OpenAI messages or for ms-swift"""
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -67,18 +67,18 @@ SHARES = ("well_formed", "gold_recall", "all_gold")
 
 
 def moments(values: Iterable[float]) -> dict[str, float]:
-    """{"mean", "stdev" (of the sample)}; 0 for no values."""
+    """{"mean", "stdev" (of the sample)}; 0 without values."""
     values = list(values)
     mean = stats.fmean(values) if values else 0.0
     return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
 
 
 def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
-    """The figures of trajectory_stats.json under DeepSearch-RL's names, many by class of rows.
+    """The figures of trajectory_stats.json under DeepSearch-RL's names.
 
     rows: from `read_rows`; missing: ids of questions without a row. These and technical failures
-    count as failures with scores of 0. A round is a turn of the model, `reasoning` counts the
-    characters of thoughts, and tokens_all_turns counts a prompt in every round.
+    are failures that score 0. A round is a model turn, `reasoning` is in characters, and
+    tokens_all_turns counts the prompt in every round.
     """
     good = [row for row in rows if trajectories.succeeded(row, rule)]
     failed = [row for row in rows if not trajectories.succeeded(row, rule)]
@@ -161,7 +161,7 @@ def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
 
 
 def markdown(title: str, s: dict) -> str:
-    """The report's tables in Markdown; s: the figures of `statistics`."""
+    """The tables in Markdown; s: from `statistics`."""
     summary = [["a success is", {"em": "EM = 1", "f1": "F1 >= 0.8"}[s["rule"]]]]
     for key, value in s.items():
         if isinstance(value, int):
@@ -198,7 +198,7 @@ KINDS |= {"rounds": int, "searches": int, "status": str}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
-    """(trajectories, ids of questions without one). DataError: a wrong field or id."""
+    """(trajectories, ids of questions without one). DataError: invalid field or id."""
     rows = trajectories.read_trajectories(cfg.trajectories)
     known = {q.id: q for q in read_questions(cfg.questions)} if cfg.questions else {}
     for row in rows:
@@ -221,7 +221,7 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
 
 
 def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
-    """The successes to keep. DataError: balance_by=type, but no row has a type."""
+    """The successes to keep. DataError: no row has a type to balance by."""
     kept = [
         row
         for row in rows
@@ -242,7 +242,7 @@ def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
 
 
 def report_trajectories(cfg: ReportConfig) -> dict:
-    """Print the tables, write the files, return the main figures."""
+    """Prints tables, writes files; returns the main figures."""
     above = os.path.dirname(os.path.abspath(cfg.trajectories))
     folder, title = cfg.out or above, cfg.title or os.path.basename(above)
     claim_folder(folder, "report.py")
@@ -274,7 +274,7 @@ def report_trajectories(cfg: ReportConfig) -> dict:
 
 
 def check(cfg: ReportConfig) -> None:
-    """ConfigError for settings that cannot work."""
+    """Raises ConfigError for invalid settings."""
     if bool(cfg.trajectories) == bool(cfg.run):
         raise ConfigError("give trajectories=FILE or run=FOLDER, one of them")
     if cfg.run and not os.path.isdir(cfg.run):
@@ -288,7 +288,7 @@ def check(cfg: ReportConfig) -> None:
 
 
 def main(cfg: ReportConfig) -> dict:
-    """Report on trajectories or a run; returns what was written."""
+    """Reports on trajectories or a run; returns what was written."""
     check(cfg)
     return {"report": run_page(cfg.run, cfg.title)} if cfg.run else report_trajectories(cfg)
 

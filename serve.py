@@ -1,10 +1,10 @@
-"""A retriever as a service over HTTP and MCP, in the formats that existing clients speak.
+"""Serve a retriever over HTTP and MCP, in the request formats of existing clients.
 
-    python serve.py retriever.corpus=corpus.jsonl qrels=train.qrels              # BM25 in memory
+    python serve.py retriever.corpus=corpus.jsonl qrels=train.qrels  # BM25 in memory
     python serve.py retriever.kind=dense retriever.index=INDEX retriever.encoder=E corpus=FILE
 
-docs/serving.md lists the requests and answers of every client, and the limits. A refused or failed
-request gets a 4xx or 5xx with the reason as {"detail": text}, never an empty list.
+docs/serving.md lists requests, answers and limits. A refused or failed request gets a 4xx or 5xx
+with the reason as {"detail": text}, never an empty list.
 """
 
 # no `from __future__ import annotations`: pydantic reads the types of nested functions
@@ -44,25 +44,25 @@ class ServeConfig:
     corpus: str = ""
     """corpus file with the passage texts; empty: retriever.corpus"""
     qrels: str = ""
-    """TREC qrels with the gold passages of query_ids, for ConvSearch-R1"""
+    """TREC qrels with the gold passages of query_ids (ConvSearch-R1)"""
     host: str = "127.0.0.1"
     """address to listen on; there is no password"""
     port: int = 8000
     """0 takes a free port, which is printed"""
     mcp: Literal["http", "stdio", "off"] = "http"
-    """MCP at /mcp beside the other formats, only MCP on stdin and stdout, or no MCP"""
+    """http: MCP at /mcp beside the other formats; stdio: only MCP"""
     topk: Annotated[int, at_least(1)] = 3
-    """passages for an MCP call, and for a Search-R1 request without topk"""
+    """passages per MCP call or Search-R1 request without topk"""
     max_batch: Annotated[int, at_least(1)] = 4096
-    """most queries of a request; requests share a call until it has this many"""
+    """most queries per request; a call takes requests until it has as many"""
     max_k: Annotated[int, at_least(1)] = 1000
-    """most results of a query, and the largest cut-off of a rank"""
+    """most results per query, and largest rank cut-off"""
     timeout: Annotated[float, above(0)] = 300.0
-    """seconds until an open request gets a 504, or a stopping server drops it"""
+    """seconds until a request gets a 504, or a stopping server drops it"""
 
 
 def check_config(cfg: ServeConfig) -> None:
-    """ConfigError if a setting can't be served or a package is missing."""
+    """Raises ConfigError if a setting is invalid or a package is missing."""
     if cfg.retriever.kind == "remote":
         raise ConfigError("retriever.kind=remote: serve an index, or let clients ask that server")
     if cfg.topk > cfg.max_k:
@@ -80,20 +80,20 @@ def check_config(cfg: ServeConfig) -> None:
 
 
 class Refused(Exception):
-    """A request that gets no answer; args: HTTP status, reason."""
+    """A refused request; args: HTTP status, reason."""
 
 
 @dataclass
 class Job:
-    """The queries of one request. Jobs of the same key share a call."""
+    """The queries of one request. Jobs with equal keys share a call."""
 
     key: tuple[Callable, int]  # (function to call, k or cutoff)
-    items: list[tuple]  # arguments for each query
+    items: list[tuple]  # call arguments per query
     answer: asyncio.Future
 
 
 class Service:
-    """Calls the retriever for all formats, from one thread."""
+    """Queues requests for the one thread that calls the retriever."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Service:
         self.thread.start()
 
     def _work(self) -> None:
-        """Answer jobs until None comes; jobs that arrive during a call share the next one."""
+        """Answer jobs until None arrives; those that wait share a call."""
         jobs: list[Job | None] = []
         while None not in jobs:
             jobs, size = [self.jobs.get()], 0
@@ -117,13 +117,13 @@ class Service:
                 if (size := size + len(jobs[-1].items)) >= self.cfg.max_batch:
                     break
                 jobs.append(self.jobs.get())
-            # a job that timed out (504) is cancelled
+            # cancelled: timed out
             ready = [job for job in jobs if job and not job.answer.cancelled()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
 
     def _call(self, jobs: list[Job]) -> None:
-        """Answer jobs of one key by one call or, if it fails, a call each."""
+        """Answer jobs of one key together or, if that fails, one by one."""
         (call, number), items = jobs[0].key, [item for job in jobs for item in job.items]
         self.counts["calls"] += 1
         try:
@@ -174,23 +174,23 @@ class Service:
             self.waiting -= len(items)
 
     def refuse(self, e: Refused) -> tuple[int, str]:
-        """Count a refusal; returns (status, reason)."""
+        """Counts a refusal; returns (status, reason)."""
         self.counts["failed" if e.args[0] == 500 else "refused"] += 1
         return e.args
 
     async def search(self, queries: list[str], k: int) -> list:
-        """Returns (id, score) pairs for every query."""
+        """Returns a list of (id, score) per query."""
         return await self._ask(self.retriever.search, [(query,) for query in queries], k)
 
     async def gold_ranks(self, queries: list[str], golds: list[list[str]], cutoff: int) -> list:
-        """Returns ranks: a number, None beyond `cutoff`, or FAILED."""
+        """Returns a rank per query: None beyond `cutoff`, FAILED for a NaN score."""
         if len(golds) != len(queries):
             problem = f"{len(queries)} queries but {len(golds)} golds or query ids"
             raise Refused(422, f"{problem}: give one a query")
         return await self._ask(self.retriever.gold_ranks, list(zip(queries, golds)), cutoff)
 
     async def ranks_by_query_id(self, queries: list[str], ids: list[str], topk: int) -> list[int]:
-        """Returns ranks by the qrels, as ConvSearch-R1 does; -1: not found."""
+        """Returns ranks for golds from the qrels; -1 beyond `topk` (ConvSearch-R1)."""
         if self.qrels is None:
             raise Refused(501, "no gold passages of query_ids: start the server with qrels=FILE")
         if unknown := [id_ for id_ in ids if id_ not in self.qrels]:
@@ -209,14 +209,14 @@ class Service:
             raise Refused(500, f"a passage can't be read: {e}") from e
 
     async def passages(self, queries: list[str], k: int) -> tuple[list, list]:
-        """Returns (passages {"id", "contents"}, scores), a list per query."""
+        """Returns (passages {"id", "contents"}, scores), each a list per query."""
         if self.texts is None:
             raise Refused(501, "no passage texts: start the server with corpus=FILE")
         found = await self._ask(self._read, [(query,) for query in queries], k)
         return [[passage for passage, _ in one] for one in found], scores(found)
 
     def status(self) -> dict:
-        """Returns limits and counters for /health and the last line."""
+        """Returns limits and counters, for /health and the last line."""
         alive = self.thread.is_alive()
         return {
             "status": "healthy" if alive else "ended",
@@ -242,10 +242,10 @@ def scores(hits: list) -> list[list[float]]:
 
 
 def dialects(service: Service) -> dict[str, Callable]:
-    """Path → the function that answers it; its arguments are the fields of a request.
+    """Returns path → function; its arguments are the request's fields.
 
-    ConvSearch-R1 and Search-R1 use /retrieve, FlashRAG and ReSearch /batch_search and /search,
-    RemoteRetriever the others.
+    ConvSearch-R1 and Search-R1 use /retrieve; FlashRAG and ReSearch use /batch_search and /search;
+    RemoteRetriever uses the others.
     """
     from pydantic import Field
 
@@ -300,7 +300,7 @@ def dialects(service: Service) -> dict[str, Callable]:
 
 
 def endpoint(answer: Callable) -> Callable:
-    """A function of `dialects` as a request handler; 422 for a body of other types."""
+    """Wraps a function of `dialects` as a request handler; 422 for invalid bodies."""
     from pydantic import ValidationError, create_model
     from starlette.responses import JSONResponse
 
@@ -326,7 +326,7 @@ def endpoint(answer: Callable) -> Callable:
 
 
 def make_mcp(service: Service) -> Any:
-    """Returns the MCP server with its tool `retrieve`."""
+    """Returns the MCP server."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp.shared.exceptions import MCPError
@@ -343,7 +343,7 @@ def make_mcp(service: Service) -> Any:
             (passages,), _ = await service.passages([query], service.cfg.topk)
         except Refused as e:
             status, reason = service.refuse(e)
-            if status >= 500:  # no tool error: a model would read it
+            if status >= 500:  # a model would read a ToolError
                 raise MCPError(INTERNAL_ERROR, reason) from e
             raise ToolError(reason) from e
         return "\n\n".join(numbered(passage["contents"] for passage in passages)) or NOTHING_FOUND
@@ -370,7 +370,7 @@ def make_app(service: Service) -> Any:
         routes, lifespan = routes + part.routes, lambda app: mcp.session_manager.run()
     local = ["127.0.0.1", "localhost", "[::1]"]
     if host in (*local, "::1"):
-        # against DNS rebinding by a web page
+        # against DNS rebinding
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local)]
 
     async def refused(request: Any, e: Refused) -> JSONResponse:
@@ -385,15 +385,13 @@ def make_app(service: Service) -> Any:
 
 
 def make_server(service: Service) -> Any:
-    """Returns the uvicorn server; `run(sockets=[…])` serves until `should_exit` is set."""
+    """Returns the uvicorn server; set `should_exit` to stop its `run(sockets=[…])`."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
-        """Aborts connections that did not change between checks, except during a search.
-
-        uvicorn only limits the time between requests.
-        """
+        """Aborts a connection whose request and unsent bytes did not change between two checks,
+        unless a search runs. uvicorn only limits the time between requests."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -424,19 +422,19 @@ def make_server(service: Service) -> Any:
 
 
 def serve_http(service: Service, listener: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the open requests."""
+    """Serves until SIGTERM or Ctrl-C, then finishes open requests."""
     host, port = listener.getsockname()[:2]
     address, count = f"[{host}]" if ":" in host else host, len(service.retriever.passage_ids)
     mcp = " (MCP: /mcp)" if service.cfg.mcp == "http" else ""
     server = make_server(service)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # uvicorn raises the signal again
-        listener.listen(2048)  # clients may connect once the next line is printed
+        listener.listen(2048)  # clients may connect after the next line
         print(f"serving {count:,} passages{mcp} at http://{address}:{port}", flush=True)
         server.run(sockets=[listener])
 
 
 def serve_stdio(service: Service) -> NoReturn:
-    """Serve MCP on stdin and stdout until they close or a signal; ends the process."""
+    """Serves MCP on stdin and stdout until they close or a signal, then ends the process."""
 
     def end(*_: Any) -> NoReturn:
         with contextlib.suppress(OSError):  # stderr may be closed
@@ -454,7 +452,7 @@ def serve_stdio(service: Service) -> NoReturn:
 
 
 def load_qrels(path: str, ids: Any) -> dict[str, list[str]]:
-    """Query id → gold passages (gain > 0). DataError if one is not in the index."""
+    """Returns query id → ids with gain > 0. DataError if one is not in the index."""
     judged = read_qrels(path).items()
     golds = {query: [id_ for id_, gain in one.items() if gain > 0] for query, one in judged}
     if unknown := [id_ for gold in golds.values() for id_ in gold if id_ not in ids]:
@@ -463,7 +461,7 @@ def load_qrels(path: str, ids: Any) -> dict[str, list[str]]:
 
 
 def listen(cfg: ServeConfig) -> socket.socket:
-    """Returns a bound socket. ConfigError if the address can't be taken."""
+    """Returns a bound socket. ConfigError if it can't be bound."""
     # without IPPROTO_TCP asyncio sets no TCP_NODELAY, and answers wait 40 ms
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -476,7 +474,7 @@ def listen(cfg: ServeConfig) -> socket.socket:
 
 
 def main(cfg: ServeConfig) -> dict:
-    """Check, load and serve; returns the final status."""
+    """Serves until stopped; returns the final status."""
     check_config(cfg)
     listener = None if cfg.mcp == "stdio" else listen(cfg)
     from retriever import open_retriever  # imports torch
