@@ -270,8 +270,8 @@ def answer_header(tokenizer) -> str:
 def render_around(
     tokenizer, messages: list[dict], tools: list[dict] | None = None, answer_next: bool = True
 ) -> list[str]:
-    """The rendered text before each assistant turn and after the last. Templates see placeholders,
-    because some cut earlier thoughts. DataError if one gets lost."""
+    """The rendered text before each assistant turn and after the last. Placeholders stand for the
+    turns, as some templates cut thoughts. DataError if one gets lost."""
     chat, marks = [], []
     for m in messages:
         if m["role"] == "assistant":
@@ -293,7 +293,7 @@ def _left_out(tokenizer, role: str) -> DataError:
 
 
 def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a user's text or a chat. DataError if the template drops a message."""
+    """Token ids of a text or chat; BOS as in the template. DataError if it drops a message."""
     chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     special = control_strings(tokenizer)
     turns = [defuse(turn_text(m), special) for m in chat if m["role"] == "assistant"]
@@ -335,7 +335,7 @@ def eos_token_ids(tokenizer, generation_config=None) -> list[int]:
 
 
 def pad_token_id(tokenizer, eos_ids: list[int], vocabulary: int | None = None) -> int:
-    """The pad token, or EOS if it is missing or not below `vocabulary`."""
+    """The pad id, or EOS if it is missing or not below `vocabulary`."""
     pad = tokenizer.pad_token_id
     return eos_ids[0] if pad is None or (vocabulary is not None and pad >= vocabulary) else pad
 
@@ -357,7 +357,7 @@ def without_eos(tokenizer, text: str) -> str:
 def encode_example(
     tokenizer, prompt_ids: list[int], response: str, eos_id: int
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a prompt, and its response with EOS, encoded apart."""
+    """(token ids (T+1), loss mask (T)) of a prompt and its separately encoded response with EOS."""
     response = defuse(without_eos(tokenizer, response), control_strings(tokenizer))
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"] + [eos_id]
     return prompt_ids + response_ids, [0] * (len(prompt_ids) - 1) + [1] * len(response_ids)
