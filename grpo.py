@@ -312,7 +312,7 @@ def build_updates(
 @torch.no_grad()
 def add_reference(reference: nn.Module, updates: list[Update], temperature: float) -> None:
     """Fill in the reference's log-probabilities."""
-    with starting_weights(reference):  # with LoRA it is the policy itself, its adapter off
+    with starting_weights(reference):  # with LoRA it is the policy itself, as it started
         for micro in (m for u in updates for m in u.micro_batches):
             micro.ref_logprobs = packed_logprobs(reference, micro.packed, temperature)
     distributed.reshard(reference)
@@ -357,8 +357,8 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    Where no sequence has a gradient the step is skipped: momentum and weight decay do not move the
-    weights either.
+    Where no sequence has a gradient the optimizer makes no step: momentum and weight decay do not
+    move the weights either.
     """
     if len(updates) > 1:  # with a single one the update computes them itself
         with torch.no_grad():

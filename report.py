@@ -281,9 +281,12 @@ def check(cfg: ReportConfig) -> None:
         raise ConfigError(f"run={cfg.run} is no folder; name the folder of a training run")
     if (cfg.balance_by == "none") != (cfg.cap is None):
         raise ConfigError(f"balance_by={cfg.balance_by} and cap={cfg.cap}: set both, or neither")
-    if os.path.basename(cfg.trajectories) == "trajectory_success.jsonl" and not cfg.out:
+    folder = cfg.out or os.path.dirname(cfg.trajectories)
+    own = os.path.abspath(os.path.join(folder, "trajectory_success.jsonl"))
+    if own == os.path.abspath(cfg.trajectories):
         raise ConfigError(
-            f"the successes among {cfg.trajectories} would take its own name; give out=FOLDER"
+            f"the successes among {cfg.trajectories} would take its own name; give another "
+            "out=FOLDER"
         )
 
 

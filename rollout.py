@@ -28,7 +28,7 @@ class EngineGap(RuntimeError):
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for settings that cannot work. equal_calls: all processes call it equally often."""
+    """Raise for settings that cannot work. equal_calls: all ranks call it equally often."""
     check_fields(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (

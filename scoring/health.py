@@ -1,7 +1,7 @@
 """Metrics of a training step, log lines, and signs of a collapsed policy.
 
 A row is a rollout as logged: group, reward (None: technical failure), advantage, well_formed,
-tokens, end; and rank and rewrite, or `episodes.episode.episode_figures`.
+tokens, end; and rank and rewrite, or `measure` of its task.
 """
 
 from __future__ import annotations

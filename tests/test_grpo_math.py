@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import training
 from scoring.health import collapse_reason, step_figures
 from engines.torch_engine import sample_tokens
+from rollout import EngineGap
 from grpo import (
     aggregate,
     clipped_policy_loss,
@@ -369,3 +371,12 @@ def test_the_example_in_the_readme_is_what_the_functions_give():
     assert [float(row[2]) for row in rows] == [round(r, 2) for r in rewards]
     found = group_advantages(torch.tensor(rewards), torch.zeros(4))
     assert [float(row[3]) for row in rows] == [round(a, 2) for a in found.tolist()]
+
+
+def test_a_step_that_computes_nothing_does_not_accuse_the_engine():
+    """Without KL a step of flat groups has no token: its gap is unknown, not large."""
+    engine = SimpleNamespace(gap_limit=0.02)
+    stats = {"skipped": 0, "engine_gap": math.nan, "engine_gap_max": 0.0, "start_gap": math.nan}
+    training.check_weights(engine, stats | {"tokens": 0})
+    with pytest.raises(EngineGap):
+        training.check_weights(engine, stats | {"tokens": 7})

@@ -645,7 +645,7 @@ def test_page_of_tables():
         (["trajectories=a", "balance_by=rounds"], "set both"),
         (["trajectories=a", "per_question=0"], "at least 1"),
         (["trajectories=nowhere.jsonl"], "No such file"),
-        (["trajectories=x/trajectory_success.jsonl"], "give out=FOLDER"),
+        (["trajectories=x/trajectory_success.jsonl"], "give another out=FOLDER"),
         (["trajectories=a", "export=[x]"], "one of openai, swift"),
     ],
 )
