@@ -1,6 +1,6 @@
-"""Rollouts → micro-batches: deal groups out to the ranks and pack them to a token budget.
+"""Rollouts → micro-batches: deal groups out to ranks and pack them to a token budget.
 
-Shapes: B sequences, T predicted positions; b sequences of one micro-batch.
+Shapes: B sequences, b of them in a micro-batch, T predicted positions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rollout import RolloutBatch, collate_rollouts
 
 @dataclass
 class MicroBatch:
-    """The input of one forward and backward pass, on the device."""
+    """Input of one forward and backward pass, on the device."""
 
     part: RolloutBatch  # (b, …)
     packed: Packed  # the same tokens, laid out for the model
     ref_logprobs: Tensor | None = None  # (b, T) of the reference
-    # (b, T) of the policy that sampled; None: the policy as it stands
+    # (b, T) of the policy that sampled; None: of the present policy
     old_logprobs: Tensor | None = None
 
 
@@ -32,13 +32,12 @@ class Update:
     """One optimizer step of this rank."""
 
     micro_batches: list[MicroBatch]
-    loss_mask: Tensor  # (B, T) of all its sequences, also those without gradient
+    loss_mask: Tensor  # (B, T), left out sequences included
     advantages: Tensor  # (B,)
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
-    """The batch of this rank's rollouts; if there are none, of one untrained token, since all ranks
-    take part in collectives."""
+    """The batch of this rank's rollouts, or of one untrained token: all ranks join collectives."""
     idle = Rollout([pad_id], [pad_id], [0.0], [0], 0, "eos")
     return collate_rollouts(rollouts or [idle], advantages or [0.0], pad_id)
 
@@ -48,8 +47,8 @@ def deal_out(
 ) -> tuple[list[Rollout], list[float]]:
     """The rollouts that this rank trains, and their advantages (a collective).
 
-    Each group goes, the longest first, to the rank with the fewest tokens, and is renumbered.
-    Failed rollouts (advantage None) and those without a trained token are left out.
+    Groups go, longest first, to the rank with the fewest tokens so far, and are renumbered. Failed
+    rollouts (advantage None) and those without a trained token are left out.
     """
     own: dict[int, list[tuple[Rollout, float]]] = {}
     for r, advantage in zip(rollouts, advantages):
@@ -72,7 +71,8 @@ def deal_out(
 
 
 def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
-    """(home rank, group) → the rank that trains it. sizes: of each rank, group → tokens."""
+    """(home rank, group) → rank that trains it, from each rank's group → tokens. Ties: the home
+    rank, then the lowest."""
     load, owners = [0] * len(sizes), {}
     groups = [(size, rank, group) for rank, own in enumerate(sizes) for group, size in own.items()]
     for size, home, group in sorted(groups, key=lambda g: (-g[0], g[1], g[2])):
@@ -83,8 +83,8 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[list[int]]:
-    """Split `rows` into pieces of at most `budget` packed tokens, or of one sequence. Groups stay
-    together where they fit, since their prompt is computed once; the longest come first."""
+    """Split `rows` into pieces of at most `budget` packed tokens, or of one sequence; groups stay
+    together if they fit, the longest first."""
     lengths, prompts = batch.attention_mask.sum(-1).tolist(), batch.prompt_lengths.tolist()
     groups: dict[int, list[int]] = {}
     for row, group in zip(rows, batch.group_ids[rows].tolist()):
@@ -92,7 +92,7 @@ def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[
     tokens = batch.tokens.numpy()
     begins = [tokens[g[0], : prompts[g[0]]] for g in groups.values()]
     common = common_beginning(begins) if groups else 0
-    parts: list[tuple[int, list[int]]] = []  # tokens beside the common beginning, rows of one group
+    parts: list[tuple[int, list[int]]] = []  # tokens after the common beginning, rows
     for members in groups.values():
         for row in members:
             response = lengths[row] - 1 - prompts[row]
@@ -117,14 +117,14 @@ def plan_updates(
     updates: int = 1,
     skip_flat: bool = False,
 ) -> list[Update]:
-    """Split a batch (on the CPU) into optimizer steps and micro-batches of up to `budget` tokens,
-    as many on every rank (a collective). `skip_flat`: leave out sequences of advantage 0."""
+    """Split a CPU batch into optimizer steps of micro-batches of up to `budget` tokens, equally
+    many on all ranks (a collective). `skip_flat` leaves out sequences of advantage 0."""
     plans = []
     for share in torch.arange(len(batch)).tensor_split(updates):
         rows = [i for i in share.tolist() if not skip_flat or float(batch.advantages[i])]
         pieces = micro_batch_rows(batch, rows, budget)
         pieces += [[]] * (max(1, *gather_objects(len(pieces))) - len(pieces))
-        # two untrained tokens, where only other ranks have work
+        # where only other ranks have work
         idle = training_batch([], [], int(batch.tokens[0, 0]))
         parts = [batch.select(torch.tensor(rows)) if rows else idle for rows in pieces]
         micro_batches = []

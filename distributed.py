@@ -1,9 +1,9 @@
 """Process group, FSDP2, collectives, checkpoints, exports: one path for one process or many.
 
-A leaf: torch, safetensors, and huggingface_hub to export. A checkpoint is a folder
-`checkpoint_000120/`, complete once it has this name: sharded weights and optimizer state for any
-number of processes, every rank's random state, and `state.json` with checksums. torch unpickles a
-part of it: load only checkpoints that you trust.
+Needs torch and safetensors (huggingface_hub to export), and no other file of the project. A
+checkpoint is a folder `checkpoint_000120/`, complete once it has this name: sharded weights and
+optimizer state for any number of processes, random states, and `state.json` with checksums. torch
+unpickles a part of it: load only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-DEVICE_WAIT = timedelta(minutes=15)  # for collectives of the model, which ranks reach together
-HOST_WAIT = timedelta(hours=12)  # for the functions of this file: ranks may infer for hours
+DEVICE_WAIT = timedelta(minutes=15)  # timeout of the model's collectives
+HOST_WAIT = timedelta(hours=12)  # timeout of this file's: ranks may sample for hours
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or an export that cannot be written or read."""
+    """A checkpoint or export cannot be written or read."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class Dist:
-    """This process among the others."""
+    """Rank, number of processes and device of this process."""
 
     rank: int
     world: int
@@ -58,11 +58,11 @@ class Dist:
 
 # ---- process group
 
-_host: c10d.ProcessGroup | None = None  # of all ranks, gloo, with HOST_WAIT
+_host: c10d.ProcessGroup | None = None  # gloo, all ranks
 
 
 def setup() -> Dist:
-    """Join torchrun's process group, or make one of this process alone."""
+    """Join torchrun's process group, or create one of this process alone."""
     global _host
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -81,7 +81,7 @@ def cleanup() -> None:
     if c10d.is_initialized():
         c10d.destroy_process_group()
         _host = None
-        # sharded models, full of cycles, keep gloo's threads alive, which may abort the exit
+        # uncollected sharded models hold gloo threads that may abort the exit
         atexit.register(gc.collect)
 
 
@@ -90,46 +90,46 @@ def _rank() -> int:
 
 
 def print0(*words: Any) -> None:
-    """Print to stdout from rank 0 alone."""
+    """Print to stdout on rank 0 only."""
     if _rank() == 0:
         print(*words, flush=True)
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
-    """Element-wise float64 sum over all ranks."""
+    """Element-wise float64 sum over all ranks (a collective)."""
     total = torch.tensor(values, dtype=torch.float64)
     c10d.all_reduce(total, group=_host)
     return total.tolist()
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """Every rank's `value`, in rank order (a collective)."""
     out: list[Any] = [None] * c10d.get_world_size()
     c10d.all_gather_object(out, value, group=_host)
     return out
 
 
 def gather_rows(rows: list) -> list:
-    """The rows of all ranks, in rank order."""
+    """The rows of all ranks, in rank order (a collective)."""
     return [row for part in gather_objects(rows) for row in part]
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Rank 0's value on every rank (a collective)."""
     box = [value]
     c10d.broadcast_object_list(box, src=0, group=_host)
     return box[0]
 
 
 def on_rank_0(function: Callable, *args: Any) -> Any:
-    """Call `function` on rank 0; every rank returns its result or raises its error (collective)."""
+    """Call `function` on rank 0; all ranks return its result or raise its error (a collective)."""
     if not c10d.is_initialized():
         return function(*args)
     result, error = None, None
     if _rank() == 0:
         try:
             result = function(*args)
-        except Exception as e:  # raised below, on all ranks
+        except Exception as e:  # raised on all ranks below
             error = e
     result, error = broadcast_object((result, error))
     if error is not None:
@@ -139,10 +139,9 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Run the block in one process of a host after the other (a collective), so that a host holds
-    one whole copy of a model at a time."""
+    """Run the block in one process per host at a time (a collective): to load models in turn."""
     turn = int(os.environ.get("LOCAL_RANK", 0))
-    turns = 1 + max(gather_objects(turn))  # a node may have more processes than another
+    turns = 1 + max(gather_objects(turn))  # nodes may differ in processes
     for _ in range(turn):
         c10d.barrier(group=_host)
     try:
@@ -154,8 +153,8 @@ def in_turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Collect signals in a list, so that a step can be finished; another signal more than two
-    seconds later ends the block (a scheduler also signals torchrun, which passes it on)."""
+    """Collect signals in a list, so that a step can finish; one that comes over two seconds after
+    the first raises KeyboardInterrupt (sooner ones may be torchrun's copies)."""
     noted: list[int] = []
     first = 0.0
 
@@ -167,7 +166,7 @@ def noted_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}
     try:
@@ -178,7 +177,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def signal_of_any(noted: list[int]) -> int:
-    """A signal that any rank has noted, 0 if none has (a collective)."""
+    """A signal that any rank has noted, else 0 (a collective)."""
     return max(gather_objects(noted[0] if noted else 0))
 
 
@@ -186,7 +185,7 @@ def signal_of_any(noted: list[int]) -> int:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of any family: the module list with most parameters."""
+    """The decoder layers: the module list with most parameters."""
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
@@ -198,11 +197,11 @@ def shard_model(
     gather_once: bool = False,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """FSDP2 over all ranks: a unit per decoder layer and one for the rest; gradients are averaged.
+    """Shard with FSDP2 over all ranks, one unit per decoder layer; gradients are averaged.
 
     bf16: compute in bf16, reduce gradients in float32; the dtype of shards stays.
-    gather_once: keep gathered weights until a backward pass with `set_reshard_after_backward(True)`
-        or `reshard`: less traffic for 2 bytes a parameter.
+    gather_once: keep gathered weights, 2 bytes a parameter, until `reshard` or a backward pass with
+        `set_reshard_after_backward(True)`: less traffic.
     cpu_offload: keep shards, gradients and moments in pinned host memory.
     """
     settings: dict[str, Any] = {"mesh": init_device_mesh(dist.device.type, (dist.world,))}
@@ -226,33 +225,33 @@ _WRAPPERS = re.compile(
 
 
 def clean_name(name: str) -> str:
-    """A parameter's Hugging Face name, without the parts that compile, DDP, FSDP and PEFT add."""
+    """A parameter's Hugging Face name, without what compile, DDP, FSDP and PEFT add."""
     return _WRAPPERS.sub("", name)
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    """The whole of a sharded tensor (a collective); others as they are."""
     if not isinstance(value, DTensor):
         return value
-    if value.device_mesh.size() == 1:  # saves 0.1 ms for each of hundreds
+    if value.device_mesh.size() == 1:  # saves 0.1 ms per tensor
         return value.to_local()
     return value.full_tensor()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights; each rank keeps its shards."""
+    """Free gathered weights; shards stay."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters; FSDP shows gathered ones after a forward without a backward."""
+    """The optimizer's parameters, not gathered ones that a forward pass left."""
     reshard(model)
     yield from model.named_parameters()
 
 
-GATHER_BYTES = 2**28  # of weights in one collective: hundreds of small ones are slow
+GATHER_BYTES = 2**28  # per collective, about: many small ones are slow
 
 
 def full_parameters(
@@ -260,8 +259,8 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of all parameters, tied ones once, and saved buffers.
 
-    A collective; few tensors are whole at a time. Shards are cast to `dtype` before they are
-    gathered. A layer with a LoRA adapter gives W + scaling · B·A, computed in float32.
+    A collective; few tensors are whole at a time. Shards are cast to `dtype` before the gather. A
+    layer with a LoRA adapter gives W + scaling · B·A, computed in float32.
     """
     layers = [(name, m) for name, m in model.named_modules() if hasattr(m, "lora_A")]
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers}
@@ -279,18 +278,18 @@ def full_parameters(
 
 
 def gather(shards: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield whole tensors (any shapes, one dtype), cast to `dtype`; one collective for all."""
+    """Yield whole tensors of shards (of one dtype), cast to `dtype`, by one collective."""
     mesh = getattr(shards[0], "device_mesh", None)
     if mesh is None or mesh.size() == 1:
         yield from (full_tensor(shard).to(dtype) for shard in shards)
         return
     world = mesh.size()
-    rows = [-(-s.shape[0] // world) for s in shards]  # per rank; the last ones may have fewer
+    rows = [-(-s.shape[0] // world) for s in shards]  # per rank, at most
     sizes = [n * s.shape[1:].numel() for n, s in zip(rows, shards)]
     own = torch.zeros(sum(sizes), dtype=dtype, device=shards[0].device)
     for part, shard in zip(own.split(sizes), shards):
         local = shard.to_local()
-        part[: local.numel()] = local.flatten()  # cast
+        part[: local.numel()] = local.flatten()  # casts
     every = own.new_empty(world, len(own))
     c10d.all_gather(list(every), own, group=mesh.get_group())
     for part, n, s in zip(every.split(sizes, dim=1), rows, shards):
@@ -298,14 +297,15 @@ def gather(shards: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 def _merged(weight: Tensor, layer: nn.Module) -> Tensor:
-    """A LoRA layer's weight (out, in) with its adapter merged, float32 (a collective)."""
+    """Merge a LoRA layer's adapter into its weight (out, in), in float32 (a collective)."""
     (name,) = layer.active_adapters
     a, b = (full_tensor(m[name].weight.detach()).float() for m in (layer.lora_A, layer.lora_B))
     return weight.float() + layer.scaling[name] * (b @ a)  # b (out, r), a (r, in)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Clip gradients to the L2 norm `max_norm` if their norm is finite; returns that norm."""
+    """Clip the gradients' L2 norm, if finite, to `max_norm`; returns the norm before (a
+    collective)."""
     params = [p for _, p in _named_parameters(model) if p.grad is not None]
     norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in params]))
     if torch.isfinite(norm):
@@ -318,10 +318,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 @contextlib.contextmanager
 def _whole_folder(folder: str) -> Iterator[str]:
-    """Yield a temporary folder's name, which is renamed to `folder` if the block succeeds.
-
-    CheckpointError for errors of the disk.
-    """
+    """Yield a temporary folder's name; rename it to `folder` if the block succeeds. CheckpointError
+    for errors of the disk."""
     temporary, retired = f"{folder}.tmp", f"{folder}.old.tmp"
     try:
         yield temporary
@@ -343,7 +341,7 @@ def _whole_folder(folder: str) -> Iterator[str]:
 
 
 def clear_temporaries(run_dir: str) -> None:
-    """Remove half-written folders of a killed run; a folder that was being replaced is restored."""
+    """Remove half-written folders of a killed run; restore a folder that was being replaced."""
     for name in os.listdir(run_dir) if os.path.isdir(run_dir) else []:
         path = os.path.join(run_dir, name)
         if (left := re.fullmatch(r"(\w+)(\.old)?\.tmp", name)) and os.path.isdir(path):
@@ -354,15 +352,15 @@ def clear_temporaries(run_dir: str) -> None:
 
 
 def _reason(e: BaseException) -> str:
-    """The first error of any rank in one line, without torch's wrapping."""
+    """The error in one line, without torch's wrapping."""
     if isinstance(e, CheckpointException) and e.failures:
         e = next(iter(e.failures.values()))[0]
     return " ".join(str(e).split())[-300:] or type(e).__name__
 
 
 def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> int:
-    """Bytes that a run will need: `keep` checkpoints (weight and two moments, float32), `exports`
-    (`dtype`; an adapter float32), and one more of each while it is written."""
+    """Bytes of `keep` checkpoints (weight and two moments, float32), `exports` (`dtype`; an adapter
+    float32), and one more of each being written."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     whole, trained = sum(n for n, _ in sizes), sum(n for n, grad in sizes if grad)
     export = 4 * trained if trained < whole else dtype.itemsize * whole
@@ -370,7 +368,7 @@ def run_bytes(model: nn.Module, keep: int, exports: int, dtype: torch.dtype) -> 
 
 
 def check_free_space(folder: str, needed: int) -> None:
-    """CheckpointError if a folder cannot grow to `needed` bytes, its present content included."""
+    """CheckpointError if a folder cannot grow to `needed` bytes in all."""
     path = Path(folder).absolute()
     held = sum(p.lstat().st_size for p in path.rglob("*") if not p.is_dir())
     free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
@@ -385,8 +383,7 @@ def check_free_space(folder: str, needed: int) -> None:
 
 
 def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Trained parameters and, by the same names, AdamW's moments, which are created here before
-    step 1."""
+    """Trained parameters and AdamW's moments, created if missing, by name."""
     fused = bool(optimizer.param_groups[0].get("fused"))
     trained = {name: p for name, p in _named_parameters(model) if p.requires_grad}
     for p in trained.values():
@@ -407,10 +404,10 @@ def save_checkpoint(
     extra: dict,
     keep: int = 2,
 ) -> str:
-    """Write `run_dir/checkpoint_<step>` with `extra` in its state.json, and remove all but the
-    newest `keep` checkpoints; returns the folder (a collective).
+    """Write `run_dir/checkpoint_<step>` with `extra` in its state.json, and keep the newest `keep`
+    checkpoints; returns the folder (a collective).
 
-    CheckpointError for a full disk or an unwritable folder; earlier checkpoints stay.
+    CheckpointError for a full disk or an unwritable folder; earlier checkpoints then stay.
     """
     folder, rank = os.path.join(run_dir, f"checkpoint_{step:06d}"), _rank()
     temporary, rng = f"{folder}.tmp", f"rng_rank{rank:03d}.pt"
@@ -425,11 +422,11 @@ def save_checkpoint(
         with open(os.path.join(temporary, rng), "wb") as f:
             torch.save(state, f)
             _flush(f)
-        own = (rng, f"__{rank}_", ".metadata" if rank == 0 else rng)  # how its names begin
+        own = (rng, f"__{rank}_", ".metadata" if rank == 0 else rng)  # prefixes of its files
         sums = _checksums(temporary, [n for n in os.listdir(temporary) if n.startswith(own)])
     except (Exception, CheckpointException) as e:  # the second is a BaseException
         problem = _reason(e)
-        with contextlib.suppress(OSError):  # torch reports a full disk as "unexpected pos"
+        with contextlib.suppress(OSError):  # torch's message is "unexpected pos"
             if shutil.disk_usage(run_dir).free < 1 << 20 and "No space" not in problem:
                 problem = f"No space left on device: {problem}"
     found = gather_objects((problem, sums))
@@ -446,7 +443,7 @@ def save_checkpoint(
         earlier = [old for n, old in _checkpoints(run_dir).items() if n < step]
         try:
             for old in earlier[::-1][keep - 1 :]:
-                os.rename(old, f"{old}.tmp")  # a kill in the middle leaves nothing that looks whole
+                os.rename(old, f"{old}.tmp")  # half-removed folders must not look complete
                 shutil.rmtree(f"{old}.tmp")
         except OSError as e:
             raise CheckpointError(f"{folder} is written, but an old one stays: {e}") from e
@@ -484,8 +481,8 @@ def _state(folder: str) -> Any:
 def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
     """(folder, state.json) of the newest checkpoint that every rank sees, or None (a collective).
 
-    Damaged ones are skipped with a warning; CheckpointError if only damaged ones are left, so that
-    a run never starts over unnoticed.
+    Damaged ones are skipped with a warning. CheckpointError if there are some but none is usable,
+    so that a run never starts over unnoticed.
     """
     folders, readable = _checkpoints(run_dir), {}
     for step, folder in folders.items():
@@ -510,11 +507,11 @@ def latest_checkpoint(run_dir: str) -> tuple[str, dict] | None:
 def load_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load model, optimizer and random state from a checkpoint of any world size (a collective).
 
-    CheckpointError for another model's checkpoint, and for a changed file before it is unpickled.
+    CheckpointError for another model's checkpoint, and for a changed file before unpickling.
     """
     path, problem = os.path.join(folder, f"rng_rank{_rank():03d}.pt"), ""
     try:
-        sums = _state(folder).get("checksums", {})  # none in those of earlier versions
+        sums = _state(folder).get("checksums", {})  # earlier versions wrote none
         share = sorted(sums)[_rank() :: c10d.get_world_size()]
         changed = [name for name, v in _checksums(folder, share).items() if v != sums[name]]
         problem = f"{changed[0]} is not what was written" if changed else ""
@@ -549,14 +546,14 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face folder atomically (a collective); `notes`: further JSON files by name.
 
-    A LoRA adapter is merged in float32, then rounded to `dtype`. CheckpointError for a full disk or
-    an unwritable folder.
+    A LoRA adapter is merged in float32, then cast to `dtype`. CheckpointError for a full disk or an
+    unwritable folder.
     """
     config = copy.deepcopy(model.config)
     config.dtype, config.use_cache = dtype, True
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard's prefix
     texts = {name: json.dumps(note) for name, note in (notes or {}).items()}
-    if model.generation_config is not None:  # save_pretrained refuses what published models set
+    if model.generation_config is not None:  # save_pretrained refuses some published ones
         texts["generation_config.json"] = model.generation_config.to_json_string()
     _export(folder, "model", full_parameters(model), dtype, (config, tokenizer), texts)
 
@@ -564,7 +561,7 @@ def export_hf(
 def export_adapter(
     model: nn.Module, tokenizer, folder: str, notes: dict[str, dict] | None = None
 ) -> None:
-    """Write a LoRA adapter in PEFT's format, float32, with the tokenizer; as `export_hf`."""
+    """Write a LoRA adapter in PEFT's format, in float32, with the tokenizer; as `export_hf`."""
     pairs = [(n, p) for n, p in _named_parameters(model) if ".lora_" in n and p.requires_grad]
     names = ("base_model.model." + clean_name(n).replace(".default.", ".") for n, _ in pairs)
     wholes = (full_tensor(p.detach()) for _, p in pairs)
@@ -583,7 +580,7 @@ def _export(
     parts: tuple,
     texts: dict[str, str],
 ) -> None:
-    """Write weights, `parts` (by save_pretrained) and texts by file name (a collective)."""
+    """Write weights, `parts` (with save_pretrained) and texts (by file name); a collective."""
     state = {n: t.to("cpu", dtype, copy=True).contiguous() for n, t in weights if _rank() == 0}
 
     def write() -> None:

@@ -26,22 +26,21 @@ from lora import (
 )
 from packing import _logprobs_forward, compile_function, token_logprobs  # noqa: F401
 
-DYNAMIC = None  # torch.compile's: lengths become variable from the second one on
+DYNAMIC = None  # for torch.compile: the second length makes it variable
 BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 
 
 def _reason(path: str, e: Exception) -> str:
-    """Why loading `path` failed; the libraries take a missing folder for a hub name."""
+    """Why loading failed; the libraries take a missing folder for a hub name."""
     if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         return "there is no such folder"
     return first_line(e)
 
 
 def load_tokenizer(path: str):
-    """The tokenizer of a folder or a hub name; for an adapter without one, that of its base.
+    """The tokenizer of a folder or hub name; for an adapter without one, that of its base.
 
-    ModelError if its files are missing (the library would make one up), or if it has tokens without
-    an embedding.
+    ModelError if its files are missing (the library would make one up) or a token has no embedding.
     """
     base = adapter_base(path)
     has_own = os.path.exists(os.path.join(path, "tokenizer.json"))
@@ -83,10 +82,10 @@ def load_causal_lm(
 ) -> nn.Module:
     """A causal LM from a local folder or a hub name, ready for `token_logprobs`.
 
-    For an adapter's folder (PEFT) the adapter is merged into its base in float32, or kept beside it
-    with `merge` false. With `lora.r` the model is frozen in `dtype` and has a float32 adapter to
-    train: a new one made with `seed`, or that of the folder. ModelError for a path without a model,
-    for damaged or missing weights, and for models that prepare_causal_lm refuses.
+    An adapter's folder (PEFT) gives its base with the adapter merged in float32 (kept apart if not
+    `merge`). With `lora.r` the model is frozen in `dtype` and gets a float32 adapter to train: the
+    folder's, or a new one made with `seed`. ModelError for a missing model, damaged or missing
+    weights, and models that prepare_causal_lm refuses.
     """
     base = adapter_base(path) or path
     trained = lora is not None and lora.r is not None
@@ -133,8 +132,8 @@ def prepare_causal_lm(
     """Prepare a transformers causal LM for `token_logprobs`: eval mode, no dropout, our attention.
 
     `gradient_checkpointing`: share of the decoder layers, evenly spread, that recompute
-    activations. `compiled`: compile decoder layers and head. ModelError for heads that are more
-    than a matrix product, and for layers other than plain attention.
+    activations. `compiled`: compile decoder layers and head. ModelError if the head is more than a
+    matrix product or layers are not plain attention.
     """
     config, way_out = model.config, "use a Qwen2/2.5/3, Llama or SmolLM2 model"
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -157,25 +156,24 @@ def prepare_causal_lm(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # else a module, above
+        if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     model.config.use_cache = False
     model.set_attn_implementation("packed")
     model.compiled_layers = compiled
     for i, layer in enumerate(decoder_layers(model)):
         if compiled:
-            # Not the call: FSDP's hooks stay outside. Not dynamic=True: flex attention of torch
-            # 2.11 does not lower with a variable head size.
+            # Only forward: FSDP's hooks stay uncompiled. Not dynamic=True: flex attention of torch
+            # 2.11 can't have a variable head size.
             layer.forward = compile_function(layer.forward, DYNAMIC)
         if int((i + 1) * gradient_checkpointing) > int(i * gradient_checkpointing):
             layer.forward = functools.partial(_recomputed, layer.forward)
-    # shard_model registers this method with FSDP, which gathers parameters around it
+    # registered by shard_model: FSDP gathers parameters around it
     model.logprobs_forward = functools.partial(_logprobs_forward, model)
     return model.eval()
 
 
 def _recomputed(forward: Callable[..., Tensor], *args, **kwargs) -> Tensor:
-    """`forward`, run again in the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -187,7 +185,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.01,
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, weight decay on all of them, as in verl."""
+    """AdamW over the trainable parameters, with weight decay on all of them, as in verl."""
     params = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(params, lr, betas, 1e-8, weight_decay, fused=True)
 
@@ -195,10 +193,8 @@ def make_optimizer(
 def lr_at(
     step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant"
 ) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then `schedule`, to 0.
-
-    The first step already moves (1 / warmup_steps of the peak); verl's moves by 0.
-    """
+    """Learning rate of optimizer step `step` (from 0): linear warm-up, then constant, or cosine or
+    linear to 0. Step 0 has 1 / warmup_steps of the peak (verl: 0)."""
     if schedule not in ("constant", "cosine", "linear"):
         raise ValueError(f"schedule {schedule!r}: use constant, cosine or linear")
     if step < warmup_steps:

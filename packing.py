@@ -1,9 +1,9 @@
 """Token log-probabilities of packed sequences: no padding, shared prompts computed once.
 
-A leaf: needs torch, numpy and transformers alone.
+Needs only torch, numpy and transformers.
 
-Shapes: B sequences, T predicted positions, D hidden size, V vocabulary; R rows of S tokens, as they
-are laid out; M wanted tokens; H query heads, K key/value heads.
+Shapes: B sequences, T predicted positions, D hidden size, V vocabulary, R rows of S tokens in a
+layout, M requested tokens, H query heads, K key/value heads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 BLOCK = 128  # tokens of a tile of flex attention
-ROW_MULTIPLE = 128  # rows on a GPU are padded to a multiple of it, itself one of BLOCK
-KEY_HEADS = 16  # key/value heads are repeated to this number for flex attention
-SHARING_PAYS = 1.06  # flex attention beats flash attention if sharing saves this factor of tokens
-CHUNK_TOKENS = 2048  # tokens per chunk of logits: 2048 x 152k x 4 bytes = 1.2 GB
-RECOMPILES = 32  # per function: layouts, two dtypes, with and without gradient
-NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: transformers makes none
-ACTIVATIONS = 0.99  # share that compiled layers keep for the backward pass
+ROW_MULTIPLE = 128  # GPU rows are padded to a multiple; a multiple of BLOCK
+KEY_HEADS = 16  # key/value heads are repeated to at least this number for flex attention
+SHARING_PAYS = 1.06  # factor of saved tokens from which flex beats flash attention
+CHUNK_TOKENS = 2048  # per chunk of logits: 2048 x 152k x 4 bytes = 1.2 GB
+RECOMPILES = 32  # per function: for layouts, dtypes, with and without gradient
+NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D, so that transformers makes none
+ACTIVATIONS = 0.99  # share that compiled layers keep for backward
 
 
 def packed_attention(
@@ -52,15 +52,15 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention: query (R, H, S, D), key, value (R, K, S, D) → (R, S, H, D).
 
-    A BlockMask (`prefix_shared`): flex attention; `cu_seq_lens_q` (`varlen`): flash attention;
-    `segments`: one sdpa for each; else sdpa, with the mask or causal.
+    A BlockMask (`prefix_shared`) means flex attention, `cu_seq_lens_q` (`varlen`) flash attention,
+    `segments` one sdpa each; else sdpa, with the mask or causal.
     """
     if segments is not None:
         return _attend_segments(query, key, value, segments, scaling).transpose(1, 2), None
     if isinstance(attention_mask, BlockMask):
         cpu = query.device.type == "cpu"
-        # In flex attention's backward pass one program takes a tile of keys through all queries of
-        # all heads that share it: with few heads a long prompt keeps few programs busy.
+        # In flex attention's backward pass one program handles a tile of keys and all its queries:
+        # with few key heads a long prompt keeps few programs busy.
         copies = key_copies(query.shape[1], key.shape[1])
         if copies > 1:
             key, value = (
@@ -72,7 +72,7 @@ def packed_attention(
         out = flex(query, key, value, block_mask=attention_mask, scale=scaling, **options)
         return out.transpose(1, 2), None
     if cu_seq_lens_q is not None:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (S, H, D) and (S, K, D)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **_VARLEN_GQA)
         return out[None], None
@@ -85,8 +85,8 @@ def packed_attention(
 def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], scale: float | None
 ) -> Tensor:
-    """query (1, H, S, D), key, value (1, K, S, D) of a SharedLayout → (1, H, S, D), segment by
-    segment: a single S x S product would mostly be masked."""
+    """query (1, H, S, D), key, value (1, K, S, D) → (1, H, S, D), by segment: most of an S x S
+    product would be masked."""
     sizes = [s.end - s.begin for s in segments]
     queries, *stored = (x.split(sizes, dim=2) for x in (query, key, value))
     place = {s.number: i for i, s in enumerate(segments)}
@@ -103,16 +103,16 @@ def _attend_segments(
 
 
 def key_copies(heads: int, key_heads: int) -> int:
-    """How often key/value heads are repeated to be KEY_HEADS, or as many as query heads."""
+    """How often to repeat key/value heads: to at least KEY_HEADS, at most `heads`."""
     shared = heads // key_heads
-    for n in range(1, shared):  # a loop, which torch.compile reads
+    for n in range(1, shared):  # a form that torch.compile can trace
         if shared % n == 0 and n * key_heads >= KEY_HEADS:
             return n
     return shared
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", sdpa_mask)  # 2-D masks; 4-D ones are not touched
+AttentionMaskInterface.register("packed", sdpa_mask)  # for 2-D masks only
 FLEX_OPTIONS = {"IS_DIVISIBLE": True}  # `pack` pads to BLOCK
 
 _GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch > 2.11 asks for it
@@ -120,8 +120,8 @@ _VARLEN_GQA = {"enable_gqa": True} if _GQA else {}
 
 
 def compile_function(function: Callable, dynamic: bool | None = None) -> Callable:
-    """torch.compile with this file's settings in every calling thread: from torch 2.12 on settings
-    are per thread, and the backward pass compiles in another one."""
+    """torch.compile with this file's settings in every calling thread: from torch 2.12 on they are
+    per thread, and the backward pass compiles in another one."""
     compiled = torch.compile(function, dynamic=dynamic)
 
     def call(*args, **kwargs):
@@ -139,14 +139,14 @@ _compiled = functools.cache(compile_function)
 
 
 class Segment(NamedTuple):
-    """tokens[b, begin:end] of a batch, which stand in a layout's row from `column` on."""
+    """tokens[b, begin:end], at `column` of a layout's row."""
 
     column: int
     b: int
     begin: int
     end: int
     number: int
-    prompt: Segment | None = None  # of a response
+    prompt: Segment | None = None  # of a response: its prompt's segment
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -155,22 +155,22 @@ class Segment(NamedTuple):
 
 @dataclass
 class SharedLayout:
-    """Sequences in one row, with shared prompts once (tensors on the CPU).
+    """Sequences in one row that holds shared prompts once; tensors are on the CPU.
 
-    The row holds segments: the common beginning of all prompts, then for each prompt its rest and
-    its responses. A token sees its own segment, its prompt's and the common beginning.
+    Its segments are the common beginning of all prompts, then for each prompt its rest and its
+    responses. A token attends to its own segment, its prompt's and the common beginning.
     """
 
     tokens: Tensor  # (1, S) int64
-    position_ids: Tensor  # (1, S) int64: place in the sequence, not in the row
+    position_ids: Tensor  # (1, S) int64: position in the sequence
     segment_ids: Tensor  # (1, S) int32: 0 is the common beginning, -1 padding
-    prompt_segment: Tensor  # (1, S) int32: segment of the prompt, of a response's token; else -1
-    state_index: Tensor  # (B, T) int64: which of the S states predicts tokens[b, t+1]
-    segments: list[Segment]  # as they stand in the row
+    prompt_segment: Tensor  # (1, S) int32: segment of a response token's prompt; else -1
+    state_index: Tensor  # (B, T) int64: column that predicts tokens[b, t+1]
+    segments: list[Segment]  # in the order of the row
 
 
 def common_beginning(prompts: list[np.ndarray]) -> int:
-    """The number of tokens that all prompts have in common at their start."""
+    """The length of the prompts' longest common prefix."""
     common = min(map(len, prompts))
     for prompt in prompts:
         differs = np.flatnonzero(prompt[:common] != prompts[0][:common])
@@ -187,8 +187,8 @@ def share_prefixes(
 ) -> SharedLayout:
     """Lay out right-padded tokens (B, T+1); sequences of equal group_ids (B,) share a prompt.
 
-    attention_mask (B, T+1), prompt_lengths (B,). The row is padded to a multiple of `multiple`. The
-    last token of a sequence, which predicts nothing, is left out.
+    attention_mask (B, T+1), prompt_lengths (B,). The row is padded to a multiple of `multiple`; the
+    last token of each sequence, which predicts nothing, is left out.
     """
     ids, prompts = tokens.cpu().numpy(), prompt_lengths.tolist()
     lengths = (attention_mask.sum(-1) - 1).tolist()
@@ -200,7 +200,6 @@ def share_prefixes(
     sequences: dict[int, tuple[Segment, ...]] = {}
 
     def append(*fields) -> Segment:
-        """Put a segment behind the last one."""
         segments.append(Segment(segments[-1].columns[1] if segments else 0, *fields))
         return segments[-1]
 
@@ -227,33 +226,30 @@ def share_prefixes(
 
 
 def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
-    """Flex attention's mask of a layout whose length is a multiple of BLOCK.
-
-    create_block_mask would try all S x S pairs; here the ends of the segments tell which tiles of
-    BLOCK x BLOCK are visible wholly, in part, or not at all.
-    """
+    """Flex attention's mask of a layout whose length is a multiple of BLOCK: computed from the ends
+    of segments, not from all S x S pairs as by create_block_mask."""
     width = layout.tokens.shape[1]
     count, filled = width // BLOCK, int((layout.segment_ids >= 0).sum())
     ends = [(*s.columns, *(s.prompt.columns if s.prompt else (0, 0))) for s in layout.segments]
-    # (N, 4): begin, end, the prompt's begin and end
+    # (N, 4): begin, end, and the prompt's
     ends = np.array([e for e in [*ends, (filled, width, 0, 0)] if e[1] > e[0]])
     first, last = ends[:, 0] // BLOCK, (ends[:, 1] - 1) // BLOCK
-    part = np.repeat(np.arange(len(ends)), last - first + 1)  # of one segment, in one row of tiles
+    part = np.repeat(np.arange(len(ends)), last - first + 1)  # a segment's part in a row of tiles
     tile_row = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last)])
     begin, end, prompt_begin, prompt_end = ends[part].T
     common = int((layout.segment_ids == 0).sum())
-    common = np.where((begin == 0) & (common > 0), 0, common)  # it sees itself as its own segment
+    common = np.where((begin == 0) & (common > 0), 0, common)  # already its own segment
     edges = np.arange(count + 1) * BLOCK
 
     def seen(query: np.ndarray) -> np.ndarray:
-        """(parts, tiles): how many keys of each tile the part's query at this column sees."""
+        """(parts, tiles): how many keys of each tile each part's query at this column sees."""
         total = np.zeros((len(part), count), dtype=np.int64)
         for a, b in ((0 * common, common), (prompt_begin, prompt_end), (begin, query + 1)):
             keys = np.minimum(b[:, None], edges[1:]) - np.maximum(a[:, None], edges[:-1])
             total += keys.clip(min=0)
         return total
 
-    starts = np.searchsorted(tile_row, np.arange(count))  # parts are in the order of their tile_row
+    starts = np.searchsorted(tile_row, np.arange(count))  # tile_row is sorted
     some = np.maximum.reduceat(seen(np.minimum(end, (tile_row + 1) * BLOCK) - 1), starts) > 0
     whole = np.minimum.reduceat(seen(np.maximum(begin, tile_row * BLOCK)), starts) == BLOCK
     tiles = []
@@ -275,8 +271,8 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
 class Packed:
     """Sequences laid out for one forward pass, on the model's device."""
 
-    inputs: dict  # of the decoder: input_ids (R, S), position_ids, and the attention's description
-    state_index: Tensor  # (M,) int64: which of the R * S states predicts each wanted token
+    inputs: dict  # of the decoder: input_ids (R, S), position_ids, arguments of the attention
+    state_index: Tensor  # (M,) int64: which of the R * S states predicts each requested token
     targets: Tensor  # (M,) int64: those tokens
     entries: Tensor  # (2, M) int64: their rows and columns in (B, T)
     shape: tuple[int, int]  # (B, T)
@@ -284,17 +280,17 @@ class Packed:
 
 
 def computes_on(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that the model computes in; sharded parameters may rest in others."""
+    """The device and dtype of the model's computation; shards may be stored in others."""
     weight = model.get_input_embeddings().weight
     return getattr(model, "computes_on", (weight.device, weight.dtype))
 
 
 def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
-    """The layout for sequences of these lengths, which are `shared` tokens with prompts shared.
+    """The layout for sequences of these lengths, `shared` tokens in all if prompts are shared.
 
-    `padded` (nothing shared): models without this file's attention. `segments` (one sdpa for each):
-    on the CPU, and for heads below 16. On a GPU `prefix_shared` (flex attention) if it saves enough
-    tokens (SHARING_PAYS, bench/results/layout_3b.json) or in float32; else `varlen` (flash).
+    `padded`: without this file's attention. `segments` (one sdpa each): on the CPU, and for head
+    sizes below 16. Else `prefix_shared` (flex attention) if it saves enough tokens (SHARING_PAYS,
+    bench/results/layout_3b.json) or in float32; else `varlen` (flash attention).
     """
     device, dtype = computes_on(model)
     config = model.config
@@ -309,8 +305,7 @@ def choose_layout(model: nn.Module, lengths: list[int], shared: int) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one CPU thread: many cores slow down operations on small tensors
-    (bench/results/layout_profile.txt)."""
+    """Use one CPU thread, which is faster for small tensors (bench/results/layout_profile.txt)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -328,7 +323,7 @@ def pack(
     groups: tuple[Tensor, Tensor] | None,
     layout: str | None = None,
 ) -> Packed:
-    """Lay out the arguments of `token_logprobs`, as `layout` or choose_layout says."""
+    """Lay out the arguments of `token_logprobs`, by default as choose_layout says."""
     device, _ = computes_on(model)
     keep = (torch.ones_like(tokens[:, 1:]) if positions is None else positions).bool()
     targets, entries = tokens[:, 1:][keep], keep.nonzero().t()
@@ -350,7 +345,7 @@ def pack(
             inputs |= {"segments": shared.segments, "attention_mask": NO_MASK}
         state_index, computed = shared.state_index, int((shared.segment_ids >= 0).sum())
     elif not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
-        # padding on the left; on the right the causal mask hides it, with faster kernels
+        # only padding on the left needs a mask; without one kernels are faster
         inputs["attention_mask"] = mask = attention_mask[:, :-1]
         inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -359,14 +354,13 @@ def pack(
 
 
 def unique_tokens(attention_mask: Tensor, prompt_lengths: Tensor, group_ids: Tensor) -> int:
-    """Tokens of attention_mask (B, T+1) if the prompt of each group counts once; prompt_lengths
-    (B,), group_ids (B,)."""
+    """Input tokens if each group's prompt counts once: attention_mask (B, T+1), the others (B,)."""
     prompts = dict(zip(group_ids.tolist(), prompt_lengths.tolist()))
     return int((attention_mask.sum(-1) - 1 - prompt_lengths).sum()) + sum(prompts.values())
 
 
 def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
-    """tokens (B, T+1), without each last one, in one row → (decoder inputs, state_index (B, T))."""
+    """tokens (B, T+1), each last one dropped, in one row → (decoder inputs, state_index (B, T))."""
     real = torch.arange(tokens.shape[1] - 1) < torch.tensor(lengths)[:, None]  # (B, T)
     total = sum(lengths)
     padding = -total % ROW_MULTIPLE  # one more sequence
@@ -388,11 +382,10 @@ def _varlen(tokens: Tensor, lengths: list[int]) -> tuple[dict, Tensor]:
 def _chunk_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, extra: str
 ) -> tuple[Tensor, Tensor]:
-    """hidden states (M, D), targets (M,) → log-probabilities (M,), and by `extra` (M,) the entropy,
-    `top` (1 for the most probable token), or zeros."""
+    """States (M, D), targets (M,) → log-probabilities (M,) and (M,) `extra` (else zeros)."""
     logits = head(hidden).float() / temperature  # (M, V)
     normaliser = logits.logsumexp(-1)
-    if torch.compiler.is_compiling():  # a gather's backward pass would be a second (M, V) tensor
+    if torch.compiler.is_compiling():  # a gather's backward is another (M, V) tensor
         words = torch.arange(logits.shape[-1], device=logits.device)
         chosen = torch.where(words == targets[:, None], logits, 0.0).sum(-1)
     else:
@@ -408,17 +401,17 @@ def _chunk_logprobs(
 def _logprobs_forward(
     model: nn.Module, packed: Packed, temperature: float, extra: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute `packed_logprobs`: (B, T) log-probabilities, and `extra` (B, T)."""
+    """The computation of `packed_logprobs`: (B, T) log-probabilities and `extra`."""
     states = model.base_model(**packed.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
     empty = torch.zeros(packed.shape, device=states.device)
     head = model.get_output_embeddings()
-    if not len(packed.targets):  # all ranks need a backward pass through all weights
+    if not len(packed.targets):  # each rank's backward must reach all weights
         return empty + 0.0 * head(states[:1]).float().sum(), empty
     compiled = getattr(model, "compiled_layers", False)
     chunk = _compiled(_chunk_logprobs) if compiled else _chunk_logprobs
     rows = states.index_select(0, packed.state_index)  # (M, D)
     size = -(-len(rows) // -(-len(rows) // CHUNK_TOKENS))  # chunks of equal size
-    if torch.is_grad_enabled() and size < len(rows):  # a single chunk is kept
+    if torch.is_grad_enabled() and size < len(rows):  # recompute each chunk's logits
         options = {"use_reentrant": False, "preserve_rng_state": False}
         chunk = functools.partial(checkpoint, chunk, **options)
     chunks = zip(rows.split(size), packed.targets.split(size))
@@ -429,9 +422,10 @@ def _logprobs_forward(
 def packed_logprobs(
     model: nn.Module, packed: Packed, temperature: float = 1.0, extra: str = ""
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`token_logprobs` of packed sequences: (B, T), zero at positions that were not asked for.
+    """`token_logprobs` of packed sequences: (B, T), zero where not requested.
 
-    With `extra` also (B, T) `entropy`, or `top`: 1 for the most probable token.
+    `extra` adds another (B, T): `entropy` in nats, or `top`, 1 where the token is the argmax.
+    ValueError if temperature is not above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature}: log-probabilities need one above 0")
@@ -452,11 +446,11 @@ def token_logprobs(
     """Log-probability of every next token under softmax(logits / temperature).
 
     tokens (B, T+1) int64, attention_mask (B, T+1) with 1 for real tokens, padded on either side.
-    Returns (B, T) float32: entry t is log p(tokens[t+1] given tokens[..t]); entries that predict
-    padding are finite and meaningless. `positions` (B, T) bool: where the head is evaluated (zero
-    elsewhere). With `with_entropy` also the entropy of the same distributions, (B, T), in nats.
-    `groups` = (prompt_lengths (B,), group_ids (B,)), for right-padded sequences: those of one group
-    have the same prompt, which is computed once, as is what all prompts begin with.
+    Returns (B, T) float32: entry t is log p(tokens[t+1] | tokens[..t]); entries that predict
+    padding are finite but meaningless. `positions` (B, T) bool: entries to compute (others are 0).
+    `with_entropy` also returns the entropy (B, T) in nats. `groups` = (prompt_lengths (B,),
+    group_ids (B,)), for right padding: the prompt of a group is computed once, as is the common
+    beginning of all prompts.
     """
     packed = pack(model, tokens, attention_mask, positions, groups)
     return packed_logprobs(model, packed, temperature, "entropy" if with_entropy else "")

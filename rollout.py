@@ -1,4 +1,4 @@
-"""Engines, the training batch, the engine gap. Shapes: B sequences, T predicted positions."""
+"""Engines, training batch, engine gap. Shapes: B sequences, T predicted positions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from prompts import eos_token_ids, pad_token_id
 
 
 class EngineGap(RuntimeError):
-    """The engine samples from another policy than the trainer's."""
+    """The engine's log-probabilities differ too much from the trainer's."""
 
     exit_status = 3
 
 
 def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
-    """Raise for settings that cannot work. equal_calls: all ranks call it equally often."""
+    """Raise for invalid settings; `equal_calls`: all ranks call the engine equally often."""
     check_fields(cfg, "engine.")
     world, shared = int(os.environ.get("WORLD_SIZE", 1)), cfg.tensor_parallel > 1
     for wrong, rule in (
@@ -43,7 +43,7 @@ def check_engine(cfg: EngineConfig, equal_calls: bool = True) -> None:
 
 
 def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
-    """The ids that end a model's response, and what fills unused places."""
+    """(ids that end a response, padding id); ModelError if there is no model."""
     model = adapter_base(model) or model
     try:
         settings = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -54,7 +54,7 @@ def end_and_pad_ids(model: str, tokenizer) -> tuple[list[int], int]:
         ) from e
     try:
         generation = GenerationConfig.from_pretrained(model)
-    except OSError:  # it has none: transformers then reads config.json
+    except OSError:  # as transformers does without that file
         generation = GenerationConfig.from_model_config(settings)
     eos = eos_token_ids(tokenizer, generation)
     return eos, pad_token_id(tokenizer, eos, settings.get_text_config().vocab_size)
@@ -74,8 +74,8 @@ def open_engine(
 ) -> TorchEngine | VLLMEngine:
     """The engine of `cfg` for a Hugging Face folder or hub name; an adapter is merged.
 
-    `max_length`: most tokens of a prompt and its response; `seed`: for draws without their own.
-    Without `weights` the first `sync_weights` brings them.
+    `max_length`: most tokens of prompt and response. `seed` of vLLM itself. Without `weights` the
+    first `sync_weights` brings them.
     """
     check_engine(cfg)
     base = adapter_base(model_folder) or model_folder
@@ -105,8 +105,8 @@ def open_engine(
 def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
     """Raise EngineGap if the mean |difference| to the trainer's log-probabilities exceeds `limit`.
 
-    In nats over a step's sampled tokens: rounding gives about 0.05 in bfloat16 and 1e-5 in float32,
-    stale weights or a stale prefix cache 0.9 and more.
+    In nats: rounding gives about 0.05 in bfloat16 and 1e-5 in float32, stale weights or a stale
+    prefix cache at least 0.9.
     """
     if not mean <= limit:  # a NaN too
         raise EngineGap(
@@ -118,15 +118,15 @@ def check_engine_gap(mean: float, maximum: float, limit: float) -> None:
 
 @dataclass
 class RolloutBatch:
-    """Rollouts as tensors, padded on the right, with targets shifted by one."""
+    """Rollouts as right-padded tensors, with targets shifted by one."""
 
     tokens: Tensor  # (B, T+1) int64, prompt then response
-    attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens (pad may equal EOS)
+    attention_mask: Tensor  # (B, T+1) int64, 1 for real tokens
     loss_mask: Tensor  # (B, T) float32, 1 where the model wrote tokens[t+1]
-    logprobs: Tensor  # (B, T) float32, the engine's, 0 where loss_mask is 0
+    logprobs: Tensor  # (B, T) float32 of the engine, 0 where loss_mask is 0
     advantages: Tensor  # (B,) float32
     prompt_lengths: Tensor  # (B,) int64
-    group_ids: Tensor  # (B,) int64: equal where the prompt is the same
+    group_ids: Tensor  # (B,) int64: equal for the same prompt
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -135,7 +135,7 @@ class RolloutBatch:
         return RolloutBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def select(self, rows: Tensor) -> RolloutBatch:
-        """Copies of the given rows (M,) int64, cut to the longest of them."""
+        """Copy the given rows (M,) int64, cut to the longest of them."""
         end = int(self.attention_mask[rows].sum(-1).max())
         return RolloutBatch(
             self.tokens[rows, :end],
@@ -152,7 +152,7 @@ class RolloutBatch:
 def collate_rollouts(
     rollouts: Sequence[Rollout], advantages: Sequence[float] | Tensor, pad_id: int
 ) -> RolloutBatch:
-    """The batch of B rollouts and their B advantages."""
+    """The batch of B rollouts and B advantages; RolloutError if lengths do not agree."""
     if not rollouts or len(rollouts) != len(advantages):
         raise RolloutError(
             f"{len(rollouts)} rollouts, {len(advantages)} advantages: a batch needs one for each"
@@ -169,7 +169,7 @@ def collate_rollouts(
         return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, value)
 
     ids = [r.prompt_ids + r.response_ids for r in rollouts]
-    # Entry t predicts token t + 1, the response's first at the prompt's last.
+    # entry t predicts token t + 1
     shown = [[0] * (len(r.prompt_ids) - 1) for r in rollouts]
     loss_mask = padded([s + r.loss_mask for s, r in zip(shown, rollouts)], torch.float32)
     logprobs = padded([s + r.logprobs for s, r in zip(shown, rollouts)], torch.float32)

@@ -15,7 +15,7 @@ from distributed import clean_name
 
 
 class RolloutError(ValueError):
-    """A request, rollout or weight set that cannot be used: which one, why and what to do."""
+    """A request, rollout, weight set or setting is invalid."""
 
     exit_status = 2
 
@@ -23,34 +23,34 @@ class RolloutError(ValueError):
 @dataclass
 class EngineConfig:
     kind: Literal["torch", "vllm"] = "torch"
-    """torch: the embedded engine; vllm: vLLM in this process (requirements-gpu.txt)"""
+    """torch: our own engine; vllm: vLLM in this process (requirements-gpu.txt)"""
     batch: Annotated[int, at_least(1)] = 256
-    """sequences decoded together; changes speed and memory alone"""
+    """sequences decoded together; affects only speed and memory"""
     gpu_memory: Annotated[float, above(0, at_most=0.99)] = 0.4
-    """vllm: share of the card for weights, keys and values; given back while training"""
+    """vllm: share of the card for weights, keys and values; freed for training"""
     tensor_parallel: Annotated[int, at_least(1)] = 1
-    """vllm: neighbouring processes (of one host) that hold one copy of the weights together"""
+    """vllm: neighbouring processes of a host that share one copy of the weights"""
     gap_limit: Annotated[float | None, above(0)] = None
-    """mean |log-probability of the engine - of the trainer| at which a run ends (status 3), in
-    nats; unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
+    """a run ends (status 3) if the mean |engine - trainer log-probability| exceeds this, in nats;
+    unset: 0.3 for an engine in bfloat16, 0.02 in float32"""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one prompt. RolloutError for invalid values."""
+    """How to sample one prompt; invalid values raise RolloutError."""
 
     n: int = 1
-    """samples of the prompt"""
+    """number of responses"""
     temperature: float = 1.0
     """logits are divided by it; 0 is greedy"""
     top_p: float = 1.0
-    """keep the most probable tokens up to this mass; 1 keeps all"""
+    """sample among the most probable tokens up to this mass; 1: among all"""
     max_tokens: int = 256
-    """new tokens at most, the end token included"""
+    """most new tokens, end token included"""
     stop: tuple[str, ...] = ()
-    """texts that end the response; the tokens that hold them are kept"""
+    """strings that end the response; their tokens are kept"""
     seed: int | None = None
-    """draws depend on seed, prompt, sample index and position; None: seeded by torch's generator"""
+    """draws depend on seed, prompt, sample index and position; None: seed from torch's generator"""
 
     def __post_init__(self):
         if isinstance(self.stop, str) or not all(self.stop):
@@ -67,38 +67,38 @@ class Sampling:
                 raise RolloutError(f"{name}={getattr(self, name)} must be {rule}")
 
     def request_seed(self) -> int:
-        """The seed, or one from torch's global generator."""
+        """The seed, or a new one from torch's global generator."""
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
 
 
 @dataclass
 class Rollout:
-    """One sampled response. The lists beside `response_ids` have its length."""
+    """One sampled response; `logprobs` and `loss_mask` are as long as `response_ids`."""
 
     prompt_ids: list[int]
     response_ids: list[int]  # as sampled, end token included
-    logprobs: list[float]  # at the sampling temperature (greedy: at 1), among what top_p keeps
+    logprobs: list[float]  # at the sampling temperature (greedy: 1), after top_p
     loss_mask: list[int]  # 1 where the model wrote the token
     group_id: int  # index of the prompt in the call
-    end: str  # eos, stop, length, or engine_error: non-finite logits, to be excluded, never scored
+    end: str  # eos, stop, length, or engine_error (non-finite logits: exclude it)
 
 
 @dataclass
 class GenerateStats:
-    """What `generate` did."""
+    """Counts and time of calls of `generate`."""
 
     seconds: float = 0.0
-    prompt_tokens: int = 0  # computed: shared ones count once, held ones not at all
-    held_tokens: int = 0  # not computed: beginnings of conversations in the cache
+    prompt_tokens: int = 0  # computed ones; a shared prompt counts once
+    held_tokens: int = 0  # prompt tokens found in the cache of the last call
     sampled_tokens: int = 0
     steps: int = 0
 
 
 class Engine:
-    """State and checks of an engine for token ids below `vocabulary`.
+    """State and checks of both engines.
 
-    `eos_ids` end a response; `tokenizer` is for stop strings only; `max_length`: most tokens of a
-    prompt and its response (None: as many as `config` has positions).
+    `eos_ids` end a response; stop strings need a `tokenizer`; `max_length`: most tokens of prompt
+    and response (None: the model's limit).
     """
 
     HALF_COPIED = "the engine's last weight sync failed; sync the full set of weights again"
@@ -122,23 +122,22 @@ class Engine:
                 )
         self.vocabulary, self.pad_id, self.tokenizer = vocabulary, pad_id, tokenizer
         limits = [getattr(config, k, None) for k in ("max_position_embeddings", "sliding_window")]
-        # a sliding window is a limit: no sequence grows beyond it
+        # sequences end before a sliding window would slide
         self.max_length = min((x for x in [*limits, max_length] if x), default=1 << 30)
-        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # see rollout.check_engine_gap
+        self.gap_limit = 0.02 if dtype == torch.float32 else 0.3  # for check_engine_gap
         self.stats = GenerateStats()  # of the last call
-        self.total = GenerateStats()  # of all calls since the last weight sync
+        self.total = GenerateStats()  # since the last weight sync
         self.sync_seconds: dict[str, float] = {}  # of the last sync, by phase
-        self.asleep, self.unusable = False, ""  # unusable: why it needs a sync first
+        self.asleep, self.unusable = False, ""  # why it needs a sync
 
     def add_stats(self) -> None:
-        """Add the last call to the total."""
         both = zip(astuple(self.total), astuple(self.stats))
         self.total = GenerateStats(*(a + b for a, b in both))
 
     def check_requests(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
     ) -> tuple[list[list[int]], list[Sampling]]:
-        """Lists of prompt ids, and a Sampling for each; RolloutError for invalid requests."""
+        """Prompts as lists, and a Sampling for each; RolloutError for invalid requests."""
         if self.asleep or self.unusable:
             raise RolloutError(self.unusable or "the engine sleeps; call wake() before generate()")
         one = isinstance(sampling, Sampling)
@@ -170,8 +169,8 @@ class Engine:
 
 
 def operations(device: torch.device) -> ModuleType:
-    """The module with TorchEngine's operations for a device."""
-    if device.type == "cuda":  # Triton comes with PyTorch's CUDA builds alone
+    """The module of TorchEngine's operations: `kernels` for a GPU, else `operations`."""
+    if device.type == "cuda":  # only PyTorch's CUDA builds have Triton
         from engines import kernels as module
     else:
         from engines import operations as module
@@ -179,14 +178,14 @@ def operations(device: torch.device) -> ModuleType:
 
 
 def cache_bytes(config, itemsize: float) -> float:
-    """Bytes of one token's keys and values; `itemsize`: bytes of a number."""
+    """Bytes of one token's keys and values, with `itemsize` bytes per number."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     n_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * n_kv * head * itemsize
 
 
 def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """(name → shape, tied weights once; other name of a tied weight → that name)."""
+    """(name → shape of every weight, other name of a tied weight → its first name)."""
     shapes: dict[str, torch.Size] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -201,9 +200,9 @@ def weight_names(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str
 def checked_weights(
     named_tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, torch.Size], tied: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, weight), each once; RolloutError for unknown, misshapen or missing
-    ones."""
-    sent: dict[str, Tensor] = {}  # name → some of its values, where it may come again
+    """Yield (Hugging Face name, weight), each once; RolloutError for unknown names, other shapes,
+    tied weights that differ and, at the end, missing weights."""
+    sent: dict[str, Tensor] = {}  # some values of tied ones
     for given, tensor in named_tensors:
         name = clean_name(given)
         name = tied.get(name, name)

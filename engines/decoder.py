@@ -1,6 +1,6 @@
 """A transformers decoder over `KVCache`: our own loop for plain Llama layers, else the model's.
 
-Shapes: T tokens of a pass, whatever sequences they belong to; M hidden size.
+Shapes: T tokens of a pass, of any sequences; M hidden size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Decoder = Callable[[Tensor, Tensor, KVCache], Tensor]  # ids (T,), positions (T,
 
 
 class Layer(NamedTuple):
-    """A decoder layer with q, k, v, and gate, up, fused into one product each."""
+    """A decoder layer with fused q, k, v and fused gate, up."""
 
     module: nn.Module
     qkv: tuple[Tensor, Tensor | None]  # weight and bias
@@ -32,8 +32,8 @@ class Layer(NamedTuple):
 def make_decoder(model: nn.Module) -> Decoder:
     """The fastest decoder for the model.
 
-    For PLAIN layers q, k, v and gate, up are fused, and the model's parameters become views of the
-    fused weights: nothing is held twice, and a sync fills both.
+    For PLAIN layers it fuses q, k, v and gate, up; the model's parameters become views of the fused
+    weights, so a sync fills both.
     """
     layers = list(decoder_layers(model))
     linears = {type(m) for layer in layers for m in layer.modules() if hasattr(m, "in_features")}
@@ -63,7 +63,7 @@ class PlainDecoder:
             for layer in layers
         ]
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of the unfused weights, whose blocks no later tensor fits
+            torch.cuda.empty_cache()  # the unfused weights' blocks fit no later tensor
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         x = self.decoder.embed_tokens(tokens)
@@ -78,7 +78,7 @@ class PlainDecoder:
         return self.operations.rms_norm(x, norm.weight, norm.variance_epsilon)
 
     def _attention(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> None:
-        """Add the layer's attention to x (T, M)."""
+        """Add the layer's attention to x (T, M) in place."""
         attention = layer.module.self_attn
         h = linear(self._norm(layer.module.input_layernorm, x), *layer.qkv)
         h = h.view(len(x), -1, attention.head_dim)
@@ -93,7 +93,7 @@ class PlainDecoder:
 
 
 def _side_by_side(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Fuse linear layers into one weight and bias, of which their own become views."""
+    """Fuse linear layers into one weight and bias; their own become views of it."""
     linears = [module.get_submodule(name) for name in names]
     whole = []
     for kind in ("weight", "bias"):
@@ -107,7 +107,7 @@ def _side_by_side(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None
 
 
 def _add_linear(x: Tensor, layer: nn.Linear, h: Tensor) -> None:
-    """x (T, M) += layer(h), the sum inside the product."""
+    """x (T, M) += layer(h)."""
     x.addmm_(h, layer.weight.t())
     if layer.bias is not None:
         x += layer.bias
@@ -124,7 +124,7 @@ def _attention(
     kv: KVCache | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over `KVCache`: query (1, H, T, D) → (1, T, H, D)."""
+    """transformers' attention over `KVCache`: query (1, H, T, D) → (1, T, H, D)."""
     odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if odd:
         problem = f"uses {odd[0]}"

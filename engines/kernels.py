@@ -1,6 +1,6 @@
-"""`operations` as Triton kernels for a GPU, one or two launches each.
+"""`operations` as Triton kernels for a GPU.
 
-Lengths are read on the device, so a captured kernel serves sequences of any length.
+Lengths are read on the device, so a captured graph serves sequences of any length.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from engines.operations import BLOCK, TILE_ROWS
 
-TILE = 64  # keys that a program looks at together
-STAGES, WARPS = 1, 4  # of a program of the attention
-SPLITS = 4  # parts of a prompt's keys, at least
-PROGRAMS = 256  # of the attention to slots, at least: keys are split among them
+TILE = 64  # keys that a program loads together
+STAGES, WARPS = 1, 4  # of the attention kernel
+SPLITS = 4  # least number of programs that share a prompt's keys
+PROGRAMS = 256  # wanted for slots: with few rows up to 8 share one's keys
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _rotate_kernel(
     x, cos, sin, token_stride, HEADS: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr
 ):  # fmt: skip
-    """A program for a token: all heads, the pairs (d, d + HALF)."""
+    """One program per token: all heads, pairs (d, d + HALF)."""
     token = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, H)[:, None], tl.arange(0, D)[None, :]
     mine = (h < HEADS) & (d < HALF)
@@ -38,7 +38,7 @@ def _rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """x (T, heads, D), heads side by side."""
+    """As operations.rotate; the heads of a token must be contiguous."""
     tokens, heads, d = x.shape
     sizes = triton.next_power_of_2(heads), triton.next_power_of_2(d // 2)
     _rotate_kernel[(tokens,)](
@@ -48,7 +48,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 @triton.jit
 def _norm_kernel(x, weight, out, eps, x_row, x_head, N: tl.constexpr, SIZE: tl.constexpr):
-    """A program for a vector of N numbers."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, SIZE)
     values = tl.load(x + token * x_row + head * x_head + n, mask=n < N, other=0.0).to(tl.float32)
@@ -84,7 +83,6 @@ def silu_times(x: Tensor) -> Tensor:
 
 @triton.jit
 def _logsumexp_kernel(logits, temperature, out, V, BLOCKS, BLOCK: tl.constexpr, MANY: tl.constexpr):
-    """A program for MANY blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * MANY + tl.arange(0, MANY)
     n = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -111,8 +109,8 @@ def _attend(
     query, keys, values, begin, end, scale, highest, total, mixed, D: tl.constexpr,
     DEEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Online softmax over keys begin … end: the highest score so far, the sum of
-    exp(score - highest), the values weighted alike."""
+    """Online softmax over keys begin … end - 1; returns the highest score, the sum of
+    exp(score - highest), and the sum of values with these weights."""
     d, s = tl.arange(0, DEEP), tl.arange(0, TILE)
     for start in range(begin, end, TILE):
         there = start + s < end
@@ -135,7 +133,7 @@ def _attend(
 def _store_part(
     part, part_lse, place, highest, total, mixed, mine, D: tl.constexpr, DEEP: tl.constexpr
 ):
-    """The values of queries at `place`, weighted to a sum of 1, and their sum's logarithm."""
+    """Store the normalised output of queries at `place`, and their logsumexp."""
     d = tl.arange(0, DEEP)
     tl.store(part_lse + place, highest + tl.log(total), mask=mine)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -150,8 +148,8 @@ def _part_kernel(
     W: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, DEEP: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """A part of the keys of a key/value head: of a prompt (the first SPLITS parts) for a tile of
-    rows, or of a row's slot for that row."""
+    """Attend to a part of a head's keys: the first SPLITS parts are of a prompt, for a tile of
+    rows; the others of a row's slot."""
     number, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DEEP)
     if split < SPLITS:
@@ -184,7 +182,7 @@ def _part_kernel(
         share = tl.cdiv(tl.cdiv(length, PARTS - SPLITS), TILE) * TILE
         start = (split - SPLITS) * share
         end = tl.minimum(start + share, length) * tl.load(runs + number).to(tl.int32)
-        # the first part stores and sees the new token
+        # the first part also stores and attends to the new token
         own = split == SPLITS
         own_k = tl.load(k + number * kv_row + head * D + d, mask=d < D, other=0.0)
         own_v = tl.load(v + number * kv_row + head * D + d, mask=(d < D) & own, other=0.0)
@@ -207,7 +205,7 @@ def _merge_kernel(
     part, part_lse, out, runs, D: tl.constexpr, DEEP: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, MANY: tl.constexpr
 ):  # fmt: skip
-    """A program for a row and query head: its parts, weighted by their sums."""
+    """One program per row and query head combines its parts by their logsumexp."""
     row, query = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += row * tl.num_programs(1)
     p, d = tl.arange(0, MANY), tl.arange(0, DEEP)
@@ -223,7 +221,7 @@ def _merge_kernel(
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, slots: list[Tensor], prompts: list[Tensor], rows, scale: float
 ) -> Tensor:
-    """Keys are split among programs where rows are few. float32 is float32 proper, not TF32."""
+    """As operations.decode_attention; float32 is computed in full precision, not TF32."""
     count, heads, d = q.shape
     n_kv = k.shape[1]
     q, k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (q, k, v))

@@ -1,6 +1,6 @@
 """Keys and values of `TorchEngine`'s sequences: each prompt once, each response in a slot.
 
-Shapes: R rows of the running batch, T tokens of a pass, H query heads, K key/value heads, D head
+Shapes: R rows (running sequences), T tokens of a pass, H query heads, K key/value heads, D head
 size.
 """
 
@@ -24,13 +24,13 @@ class Prompt:
 
     number: int
     length: int
-    users: int = 0  # requests that wait or run behind it
+    users: int = 0  # its unfinished requests
     last: Tensor | None = None
 
 
 @dataclass
 class Piece:
-    """Tokens to compute, of a prompt or in a slot behind one, after `past` others there."""
+    """Tokens to compute, of a prompt (slot None) or of a slot, where `past` tokens precede them."""
 
     ids: tuple[int, ...]
     prompt: Prompt
@@ -39,29 +39,29 @@ class Piece:
 
     @property
     def position(self) -> int:
-        """Of the first token in its sequence."""
+        """Position of the first token in its sequence."""
         return self.past + (0 if self.slot is None else self.prompt.length)
 
 
 @dataclass
 class Rows:
-    """Inputs of a decode step for each row, int64 (R,), at fixed addresses (CUDA graphs)."""
+    """Inputs of a decode step per row, int64 (R,), at fixed addresses for CUDA graphs."""
 
     token: Tensor  # the newest
-    at: Tensor  # tokens in the row's slot, so where this one will be stored
-    runs: Tensor  # 0 where nobody reads the result
+    at: Tensor  # index in the slot where it is stored
+    runs: Tensor  # 0 for idle rows
     slot: Tensor
     prompt: Tensor  # its number
     begin: Tensor  # its length
-    first: Tensor  # of each tile of rows with one prompt: the first row
-    count: Tensor  # and the number of rows, 0 for no tile
+    first: Tensor  # first row of each tile (neighbouring rows of one prompt)
+    count: Tensor  # rows of each tile, 0 for no tile
 
 
 class KVCache:
-    """Keys and values of prompts, and of the sequences behind them in slots.
+    """Keys and values of prompts, and of what follows them in slots.
 
-    Prompt 0 is the common beginning of all prompts of a call, which the others copy. The last slot
-    is for idle rows. `held`: slot → ids of a finished request, prompt included, and its prompt.
+    Prompt 0 is the common beginning of a call's prompts, which the others copy; the last slot is
+    for idle rows. `held`: slot → (ids of a finished request with its prompt, Prompt).
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class KVCache:
         self.sizes, self.device = (rows, capacity, prompts, prompt_capacity, steps), device
         self.operations = operations(device)
         self.slots: dict[int, list[Tensor]] = {}  # layer → (rows + 1, K, capacity, D) keys, values
-        self.prompts: dict[int, list[Tensor]] = {}  # (prompts + 1, K, prompt_capacity, D) alike
+        self.prompts: dict[int, list[Tensor]] = {}  # (prompts + 1, K, prompt_capacity, D)
         self.state = torch.zeros(len(fields(Rows)), rows, dtype=torch.int64, device=device)
         self.rows = Rows(*self.state)
-        # how each row samples, and its samples so far
+        # sampling options and samples of each row
         self.temperature, self.top_p = torch.ones(2, rows, device=device)
         self.uniform = torch.zeros(steps, rows, dtype=torch.float64, device=device)
         self.ids = torch.zeros(steps, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(steps, rows, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.attended: set[int] = set()  # layers that this pass has been through
+        self.attended: set[int] = set()  # layers done in this pass
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.forget()
 
     # ---- which sequence is where
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop everything stored."""
         self.prefix: tuple[int, ...] = ()
         self.held: dict[int, tuple[tuple[int, ...], Prompt]] = {}
         self.stored: dict[tuple[int, ...], Prompt] = {}  # prompts of this call
@@ -100,7 +100,7 @@ class KVCache:
         self.free_prompts = list(range(1, self.sizes[2] + 1))[::-1]
 
     def continued(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """Prompts that continue a held sequence → the slot of the longest one."""
+        """Prompt → slot of the longest held sequence that it continues, each slot once."""
         found: dict[tuple[int, ...], int] = {}
         for prompt in prompts:
             fits = [
@@ -120,7 +120,7 @@ class KVCache:
         return self.free_slots.pop() if self.free_slots else None
 
     def new_prompt(self, ids: tuple[int, ...]) -> Prompt | None:
-        """A place for a prompt, evicting held sequences if needed; None if all are in use."""
+        """Reserve a place for a prompt, evicting held sequences if needed; None if all are used."""
         for slot, (_, prompt) in list(self.held.items()):
             if not self.free_prompts and not prompt.users:
                 self._drop(slot)
@@ -130,7 +130,6 @@ class KVCache:
         return self.stored[ids]
 
     def _drop(self, slot: int) -> None:
-        """Hold this sequence no longer."""
         _, prompt = self.held.pop(slot)
         self.free_slots.append(slot)
         self._free_unused(prompt)
@@ -141,14 +140,14 @@ class KVCache:
             self.stored = {ids: p for ids, p in self.stored.items() if p is not prompt}
 
     def release(self, slot: int, prompt: Prompt, ids: tuple[int, ...]) -> None:
-        """End a request; its slot holds `ids` for prompts that continue them."""
+        """End a request and hold `ids` in its slot; without ids the slot is freed."""
         prompt.users -= 1
         self.held[slot] = ids, prompt
         if not ids:
             self._drop(slot)
 
     def copy(self, smaller: KVCache) -> None:
-        """Take over what a smaller cache holds."""
+        """Copy the content of a smaller cache."""
         self.prefix, self.held, self.stored = smaller.prefix, smaller.held, smaller.stored
         for name in ("slots", "prompts"):
             for layer, tensors in getattr(smaller, name).items():
@@ -160,19 +159,19 @@ class KVCache:
         self.free_prompts = [i for i in self.free_prompts if i not in taken]
 
     def bytes(self) -> int:
-        """What the keys and values take."""
+        """Bytes of all keys and values."""
         layers = [*self.slots.values(), *self.prompts.values()]
         return sum(x.nbytes for tensors in layers for x in tensors)
 
     # ---- passes
 
     def begin_pieces(self, pieces: list[Piece]) -> None:
-        """The next pass computes these, one behind the other."""
+        """Let the next pass compute these, concatenated."""
         self.pieces = pieces
 
     def begin_steps(self, rows: list[tuple[int, int, int, Prompt]], count: int) -> None:
-        """The next passes compute a token per row: (token, tokens in the slot, slot, prompt), rows
-        of a prompt side by side; the other rows up to `count` are idle."""
+        """Let the next passes compute a token per row: (token, tokens in the slot, slot, prompt),
+        sorted by prompt; more rows, up to `count`, are idle."""
         state = [[token, at, 1, slot, p.number, p.length] for token, at, slot, p in rows]
         state += [[0, 0, 0, self.sizes[0], 0, 0]] * (count - len(rows))
         tiles: list[list[int]] = []
@@ -188,7 +187,7 @@ class KVCache:
         self.pieces = []
 
     def take(self, ids: Tensor, logprobs: Tensor) -> None:
-        """Store sampled ids (R,) and logprobs (R,); the ids are the next step's input."""
+        """Store sampled ids (R,) and logprobs (R,); the ids are the next input."""
         count = len(ids)
         self.rows.token[:count] = ids
         self.rows.at[:count] += 1
@@ -222,19 +221,19 @@ class KVCache:
         q, length = q.transpose(0, 1)[None], seen[0].shape[2]
         if length == q.shape[2]:
             mask = {"is_causal": True}
-        else:  # not a tensor: on a GPU flash attention does it, with a tensor the math kernel
+        else:  # a tensor mask would rule out flash attention
             mask = {"attn_mask": causal_lower_right(q.shape[2], length)}
         out = scaled_dot_product_attention(q, *seen, **mask, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
 
     def copy_prefix(self, prompt: Prompt) -> None:
-        """Let a prompt begin with what all begin with."""
+        """Copy the common beginning into a prompt's place."""
         for tensors in self.prompts.values():
             for x in tensors:
                 x[prompt.number, :, : len(self.prefix)] = x[0, :, : len(self.prefix)]
 
     def _allocate(self, layer: int, *like: Tensor) -> None:
-        """Make a layer's tensors, for the heads of keys and values (…, K, …, D)."""
+        """Allocate a layer's tensors for keys and values like these (…, K, …, D)."""
         if layer not in self.slots:
             rows, capacity, prompts, shared, _ = self.sizes
             for stored, n, size in ((self.slots, rows, capacity), (self.prompts, prompts, shared)):

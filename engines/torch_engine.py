@@ -1,11 +1,10 @@
 """`TorchEngine`: sampling in plain PyTorch over a transformers model.
 
-The common beginning of all prompts is computed once, and each prompt once for all its samples. A
-prompt that continues a sequence of the last call (a conversation) computes its new tokens alone.
-Finished sequences leave the batch, and waiting ones join. On a GPU one decoding step, the draw
-included, is one CUDA graph.
+The common beginning of all prompts is computed once, and each prompt once for all its samples. For
+a prompt that continues a sequence of the last call (a conversation) only new tokens are computed.
+Waiting requests join as others finish. On a GPU a decode step, sampling included, is a CUDA graph.
 
-Shapes: V vocabulary, R rows of the running batch, N blocks of the vocabulary.
+Shapes: V vocabulary, R rows (running sequences), N blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from engines.decoder import make_decoder
 from engines.kv_cache import KVCache, Piece, Prompt
 from engines.operations import BLOCK
 
-PREFILL_TOKENS = 8192  # prompt tokens of one forward pass: bounds its memory
-STEPS = 16  # on a GPU: steps between two transfers of samples to the host
-KEPT_CACHE = 1 / 16  # of the card's memory: a smaller cache is kept while sleeping
+PREFILL_TOKENS = 8192  # most prompt tokens of a forward pass
+STEPS = 16  # decode steps per transfer to the host, on a GPU
+KEPT_CACHE = 1 / 16  # of the card: smaller caches stay during sleep
 CANDIDATES = 512  # most probable tokens that top_p tries first
 
 
@@ -49,13 +48,13 @@ def sample_tokens(
     uniform: Tensor,
     kinds: tuple[bool, bool, bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, where the cumulative distribution passes `uniform`, or take the best.
+    """Sample one token per row by inverting the cumulative distribution at `uniform`.
 
-    logits (R, V), temperature (R,), top_p (R,), uniform (R,) float64 in [0, 1) → ids (R,) int64,
-    logprobs (R,) float32: log_softmax(logits / temperature), at temperature 1 for greedy rows,
-    renormalised over the kept tokens where top_p < 1. A row with NaN or +infinite logits gets a NaN
-    log-probability and a meaningless id. Tokens of probability 0 are never drawn.
-    `kinds`: is any row greedy, drawn, drawn with top_p < 1; None finds out, and waits for a GPU.
+    logits (R, V), temperature (R,) (0: greedy), top_p (R,), uniform (R,) float64 in [0, 1) → ids
+    (R,) int64, logprobs (R,) float32: log_softmax(logits / temperature), at temperature 1 for
+    greedy rows, renormalised where top_p < 1. NaN or +infinite logits give a NaN log-probability
+    and a meaningless id; tokens of probability 0 are never drawn. `kinds`: whether any row is
+    greedy, drawn, drawn with top_p < 1; None computes it, which waits for a GPU.
     """
     greedy = temperature == 0
     if kinds is None:
@@ -84,20 +83,20 @@ def sample_tokens(
 def _draw(
     logits: Tensor, temperature: Tensor, blocks: Tensor, normaliser: Tensor, uniform: Tensor
 ) -> Tensor:
-    """(R,) tokens: first a block by its weight, blocks (R, N), then a token of it; a float64
-    cumulative sum over all of V would cost more than two decoder layers."""
+    """Draw a block, blocks (R, N), then a token of it → (R,): a float64 cumulative sum over V
+    would cost more than two decoder layers."""
     size = logits.shape[1]
     block, uniform = _first_above((blocks - normaliser[:, None]).double().exp(), uniform)
     index = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
     inside = logits.gather(1, index.clamp(max=size - 1)).float() / temperature[:, None]
     inside = (inside - blocks.gather(1, block[:, None])).masked_fill_(index >= size, -math.inf)
     token, _ = _first_above(inside.double().exp(), uniform)
-    return (block * BLOCK + token).clamp_(max=size - 1)  # the clamp matters for NaN weights only
+    return (block * BLOCK + token).clamp_(max=size - 1)  # clamps NaN rows only
 
 
 def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, N) float64 → (R,) first index whose cumulative sum exceeds uniform × total, and
-    the position within it, 0 to 1."""
+    """(R, N) float64 → (R,) first index whose cumulative sum exceeds uniform × total, and (R,) the
+    position within it, 0 to 1."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -109,13 +108,13 @@ def _first_above(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` among the fewest tokens whose mass reaches top_p (at least one)."""
+    """`sample_tokens` among the fewest tokens whose mass reaches top_p."""
     count = CANDIDATES
     while True:
         count = min(count, logprobs.shape[1])
         top, order = logprobs.topk(count, dim=-1)  # (R, count), descending
         mass = top.double().exp()
-        before = mass.cumsum(-1) - mass  # of the more probable tokens
+        before = mass.cumsum(-1) - mass  # mass of more probable tokens
         if count == logprobs.shape[1] or bool((before[:, -1] >= top_p).all()):
             break
         count *= 8
@@ -128,29 +127,26 @@ def _sample_nucleus(logprobs: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[T
 
 @dataclass
 class _Request:
-    """One response that is being sampled."""
+    """One response being sampled."""
 
     rollout: Rollout
     sampling: Sampling
     draws: random.Random
     stop_window: int  # last tokens that can hold a stop string
-    slot: int | None = None  # where it is stored, behind `prompt`
+    slot: int | None = None  # where what follows `prompt` is stored
     prompt: Prompt | None = None
-    held: int = 0  # first tokens of the prompt that are stored already
+    held: int = 0  # prompt tokens stored by an earlier call
 
     @property
     def in_slot(self) -> int:
-        """Tokens stored in the slot: all but the prompt and the newest."""
+        """Number of tokens in the slot: all but the stored prompt's and the newest."""
         r = self.rollout
         return len(r.prompt_ids) + len(r.response_ids) - 1 - self.prompt.length
 
 
 def _share_done(requests: Sequence[_Request]) -> float:
-    """Estimated share of the work done, 0 before the first response ends.
-
-    The mean of the share of finished responses, which is too low for long, and of the share of
-    tokens at the rate of endings so far, which is too high.
-    """
+    """Estimated share of the work done, 0 before the first response ends: the mean of the share of
+    finished responses (too low) and of the expected tokens (too high)."""
     lengths = [len(r.rollout.response_ids) for r in requests]
     ended = sum(bool(r.rollout.end) for r in requests)
     if not ended:
@@ -166,8 +162,8 @@ def _share_done(requests: Sequence[_Request]) -> float:
 class TorchEngine(Engine):
     """Samples from a transformers causal LM that it owns, on the model's device, in its dtype.
 
-    At most `max_batch` rows run together. With `graphs` (on a GPU) a step is a CUDA graph, for 8,
-    16, 32, … rows, and samples reach the host every STEPS steps.
+    At most `max_batch` responses run together. With `graphs` (None: on a GPU) steps are CUDA graphs
+    for 8, 16, 32, … rows, and the host reads samples every STEPS steps.
     """
 
     def __init__(
@@ -207,15 +203,15 @@ class TorchEngine(Engine):
         """Sample every prompt (a list of token ids); returns sum(n) rollouts, prompt-major.
 
         `sampling`: one for all prompts, or one per prompt. `progress(done, total,
-        tokens_per_second)` is called now and then; `done` is an estimate. RolloutError, before
-        anything runs, for invalid requests and for a batch that does not fit the card.
+        tokens_per_second)` gets an estimate of the responses done. RolloutError, before anything
+        runs, for invalid requests and for a batch that does not fit the card.
         """
         prompts, samplings = self.check_requests(prompts, sampling)
         self.stats, started = GenerateStats(), time.perf_counter()
         requests = []
         for group_id, (prompt, s) in enumerate(zip(prompts, samplings)):
             seed = s.request_seed()
-            # a token is a byte at least; 8 for slack
+            # a token is at least a byte; 8 more for slack
             window = max((len(x.encode()) for x in s.stop), default=0) + 8
             for i in range(s.n):
                 rollout = Rollout(list(prompt), [], [], [], group_id, "")
@@ -234,7 +230,7 @@ class TorchEngine(Engine):
             if requests:
                 self._run(requests, report)
         except BaseException:
-            self._cache = None  # requests in it will never end
+            self._cache = None  # its requests will never end
             raise
         finally:
             self.model.set_attn_implementation(implementation)
@@ -243,12 +239,11 @@ class TorchEngine(Engine):
         return [r.rollout for r in requests]
 
     def _run(self, requests: list[_Request], report: Callable[[], None]) -> None:
-        """Sample all requests; they join whenever enough rows are free."""
         rows = min(self.max_batch, len(requests))
         queue, cache = self._begin(requests, rows)
         running: list[_Request] = []
         while queue or running:
-            # Joining is worth a pass of its own once a quarter of the batch is free.
+            # requests join once a quarter of the batch is free: a join costs a pass
             enough = min(max(1, rows // 4), len(queue)) if running else 1
             if queue and rows - len(running) >= enough:
                 running += self._join(queue, rows - len(running), cache)
@@ -266,10 +261,10 @@ class TorchEngine(Engine):
                 report()
 
     def _begin(self, requests: list[_Request], rows: int) -> tuple[list[_Request], KVCache]:
-        """The requests in the order in which they join, equal prompts together, and the cache.
+        """Order the requests, with equal prompts together, and prepare the cache.
 
-        Requests that continue sequences of the last call come first, with their slots assigned. The
-        common beginning of the other prompts is computed here.
+        Requests that continue a sequence of the last call come first and get its slot. The common
+        beginning of the other prompts is computed.
         """
         groups: dict[tuple[int, ...], list[_Request]] = {}
         for r in requests:
@@ -295,19 +290,19 @@ class TorchEngine(Engine):
         return [r for p in [*found, *new] for r in groups[p]], cache
 
     def _bucket(self, rows: int) -> int:
-        """Rows that a step computes for so many: 8, 16, 32, … with graphs."""
+        """Rows of the step that computes `rows`: 8, 16, 32, … with graphs."""
         return max(8, 1 << (rows - 1).bit_length()) if self.graphs else rows
 
     def _reserve(self, groups: dict, found: dict[tuple[int, ...], int], rows: int) -> KVCache:
-        """A cache that is large enough; it keeps the held sequences if any of them is continued.
+        """A cache that is large enough; held sequences stay if one is continued.
 
-        With graphs a cache only grows, so that calls of different kinds share one.
+        With graphs the cache only grows, so that different calls share its graphs.
         """
         have = self._cache
         new = {prompt: len(group) for prompt, group in groups.items() if prompt not in found}
         behind = [0] + [len(p) - have.held[slot][1].length for p, slot in found.items()]
         capacity = max(behind) + max(r.sampling.max_tokens for g in groups.values() for r in g)
-        # in a full batch of uneven lengths the prompts of twice as many groups
+        # uneven lengths mix groups in a full batch: room for the prompts of twice as many
         prompts = min(len(new), rows, 2 * -(-rows * len(new) // max(1, sum(new.values()))))
         prompts += len({have.held[slot][1].number for slot in found.values()})
         lengths = capacity + self.steps, max(map(len, new), default=1)
@@ -317,7 +312,7 @@ class TorchEngine(Engine):
             sizes = tuple(map(max, sizes, have.sizes))
         if have is None or have.sizes != sizes:
             if not found:
-                have = self._cache = None  # freed before the new one is made
+                have = self._cache = None  # freed first
             self._check_room(sizes)
             self._cache = KVCache(*sizes, self.device)
             if found:
@@ -325,7 +320,6 @@ class TorchEngine(Engine):
         return self._cache
 
     def _check_room(self, sizes: tuple[int, ...]) -> None:
-        """RolloutError if keys and values do not fit the card."""
         if self.device.type != "cuda":
             return
         rows, capacity, prompts, shared, _ = sizes
@@ -342,7 +336,7 @@ class TorchEngine(Engine):
             )
 
     def _join(self, queue: list[_Request], free: int, cache: KVCache) -> list[_Request]:
-        """Move requests from the queue while they fit, sample their first tokens; returns them."""
+        """Take the requests that fit from the queue, sample their first tokens, return them."""
         joined, pieces = [], []
         while queue and len(joined) < free:
             r, ids = queue[0], tuple(queue[0].rollout.prompt_ids)
@@ -361,7 +355,7 @@ class TorchEngine(Engine):
                     break
                 r.prompt.users += 1
             joined.append(queue.pop(0))
-        states = {}  # of requests that continue, by their slots
+        states = {}  # by slot, of requests that continue
         for piece, state in zip(pieces, self._prefill(pieces, cache)):
             if piece.slot is None:
                 piece.prompt.last = state
@@ -376,12 +370,12 @@ class TorchEngine(Engine):
         return joined
 
     def _prefill(self, pieces: list[Piece], cache: KVCache) -> list[Tensor]:
-        """Compute and store the pieces; returns the last state (hidden size,) of each."""
+        """Compute and store the pieces; returns each one's last state (hidden size,)."""
         waiting, states = pieces[::-1], []
         self.stats.prompt_tokens += sum(len(piece.ids) for piece in pieces)
         while waiting:
             taken, ends, room = [], [], PREFILL_TOKENS
-            while waiting and room:  # what is too long is cut
+            while waiting and room:  # long pieces are cut
                 piece = waiting.pop()
                 now, rest = piece.ids[:room], piece.ids[room:]
                 taken.append(replace(piece, ids=now))
@@ -398,8 +392,8 @@ class TorchEngine(Engine):
         return states
 
     def _decode(self, running: list[_Request], cache: KVCache) -> None:
-        """Sample the next STEPS tokens of the batch, or fewer if no response needs so many."""
-        running.sort(key=lambda r: r.prompt.number)  # those of a prompt side by side
+        """Sample up to STEPS tokens for each request."""
+        running.sort(key=lambda r: r.prompt.number)  # for the tiles of `begin_steps`
         count, active = self._bucket(len(running)), len(running)
         steps = min(
             self.steps, max(r.sampling.max_tokens - len(r.rollout.response_ids) for r in running)
@@ -417,7 +411,7 @@ class TorchEngine(Engine):
             self._append(r, *new)
 
     def _draws(self, requests: list[_Request], steps: int) -> tuple:
-        """temperature (R,), top_p (R,), uniform (steps, R), and sample_tokens' kinds."""
+        """temperature (R,), top_p (R,), uniform (steps, R), and kinds, for sample_tokens."""
         options = [(r.sampling.temperature, r.sampling.top_p) for r in requests]
         kinds = (
             any(t == 0 for t, _ in options),
@@ -432,7 +426,7 @@ class TorchEngine(Engine):
         return *rows[:2].float(), rows[2:], kinds
 
     def _step(self, cache: KVCache, count: int, kinds: tuple[bool, bool, bool]) -> None:
-        """One token of the first `count` rows."""
+        """Sample one token for each of the first `count` rows."""
 
         def compute() -> Tensor:
             positions = (cache.rows.begin + cache.rows.at).clamp(max=self.max_length - 1)
@@ -448,22 +442,22 @@ class TorchEngine(Engine):
             cache.take(*sample_tokens(logits, *options, uniform, kinds))
 
         logits = self._replay(cache, (count, kinds), compute) if self.graphs else compute()
-        if kinds[2]:  # top_p depends on values, which a graph cannot
+        if kinds[2]:  # top_p: shapes depend on values
             draw(logits)
 
     def _replay(self, cache: KVCache, key: tuple, compute: Callable[[], Tensor]) -> Tensor:
-        """Run `compute` as a graph for this key, captured at its first use."""
+        """Run `compute` as the CUDA graph of this key, captured at the first call."""
         if key not in cache.graphs:
             before = cache.state.clone()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(2):  # whatever a first run sets up
+                for _ in range(2):  # warm-up
                     compute()
             torch.cuda.current_stream().wait_stream(side)
             pool = next(iter(cache.graphs.values()))[0].pool() if cache.graphs else None
             graph = torch.cuda.CUDAGraph()
-            gc.disable()  # an old graph freed by the collector would spoil the one being captured
+            gc.disable()  # freeing an old graph would spoil the capture
             try:  # thread_local: other threads may use the card meanwhile
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     logits = compute()
@@ -477,11 +471,10 @@ class TorchEngine(Engine):
         return logits
 
     def _append(self, r: _Request, ids: list[int], logprobs: list[float]) -> None:
-        """Append sampled tokens up to the end of the response."""
         out, count, end = r.rollout, 0, ""
         room = r.sampling.max_tokens - len(out.response_ids)
         for token, logprob in zip(ids[:room], logprobs):
-            if math.isnan(logprob):  # what came out of the model is no distribution
+            if math.isnan(logprob):  # non-finite logits
                 end = "engine_error"
                 break
             count += 1
@@ -502,7 +495,6 @@ class TorchEngine(Engine):
         self.stats.sampled_tokens += count
 
     def _stopped(self, request: _Request, ids: list[int], window: int) -> bool:
-        """Whether the text of the last `window` ids holds a stop string."""
         if not request.sampling.stop:
             return False
         text = self.tokenizer.decode(
@@ -516,8 +508,8 @@ class TorchEngine(Engine):
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a stream of (Hugging Face name, full tensor) into the engine, cast to its dtype.
 
-        RolloutError as in `checked_weights`; after an error the engine refuses to generate until a
-        sync succeeds. Cached conversations are forgotten.
+        Cached conversations are dropped. RolloutError as in `checked_weights`; the engine then
+        refuses to generate until a sync succeeds.
         """
         self.unusable, started = self.HALF_COPIED, time.perf_counter()
         self.total = GenerateStats()
@@ -529,15 +521,15 @@ class TorchEngine(Engine):
         self.unusable, self.sync_seconds = "", {"weights": time.perf_counter() - started}
 
     def sleep(self) -> None:
-        """Free memory for training; `generate` refuses until `wake`. Weights stay; with graphs a
-        small cache and its graphs, too."""
+        """Free memory for training; `generate` refuses until `wake`. Weights stay, and with graphs
+        a small cache."""
         self.asleep = True
         if not self.graphs:
             self._cache = None
         elif self._cache:
             if self._cache.bytes() > KEPT_CACHE * torch.cuda.mem_get_info(self.device)[1]:
                 self._cache = None
-                torch.cuda.empty_cache()  # its pieces would not fit the trainer's
+                torch.cuda.empty_cache()  # for the trainer's allocations
 
     def wake(self) -> None:
         self.asleep = False
@@ -545,6 +537,6 @@ class TorchEngine(Engine):
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The longest common prefix that leaves every prompt at least one token."""
-    low, high = min(prompts), max(prompts)  # what all share, the lexicographic extremes share
+    low, high = min(prompts), max(prompts)  # the common prefix of these two is that of all
     limit = min(map(len, prompts)) - 1
     return low[: next((i for i in range(limit) if low[i] != high[i]), limit)]

