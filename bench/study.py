@@ -2,6 +2,7 @@
 
     python bench/study.py data=DATA parallel=6             # trains all arms on one GPU
     python bench/study.py stage=evaluate                   # searches, writes results/figures.json
+    python bench/study.py data=DATA arms=ablations steps=80 results=bench/results/ablations
     python bench/study.py stage=adapter arm=lora-fast out=adapters/NAME
     python bench/study_tables.py                           # the tables, from the committed figures
 
@@ -29,6 +30,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from config import ConfigError, run  # noqa: E402
 from data import read_jsonl, read_turns  # noqa: E402
+from reward import REWARDS  # noqa: E402
 from runs import atomic_write, read_json  # noqa: E402
 
 from bench.study_tables import SETS, card  # noqa: E402
@@ -48,6 +50,22 @@ class Arm:
     lr: float = 1e-5
     rank: int | None = None  # of a LoRA adapter; None: all weights
     given: bool = False  # fine-tuned on the given rewrites instead; no GRPO
+    start: str = ""  # the arm whose warm-up it begins with, or "model": no warm-up
+    grpo: str = ""  # further words for grpo.py
+
+    @property
+    def data(self) -> str:
+        return "mix" if len(self.sets) > 1 else self.sets[0]
+
+    @property
+    def both(self) -> str:
+        """Words for sft.py and grpo.py."""
+        return f"compile=false seed={self.seed}" + (f" lora.r={self.rank}" if self.rank else "")
+
+
+def squad(seed: int, grpo: str) -> Arm:
+    """One setting of GRPO changed, after the warm-up of the arm with this seed."""
+    return Arm(("squad",), seed, start=f"squad-{seed}" if seed else "squad", grpo=grpo)
 
 
 ARMS = {
@@ -62,6 +80,20 @@ ARMS = {
     "lora-fast": Arm(MIX, sft_lr=5e-4, lr=3e-4, rank=8),
     "given": Arm(MIX, given=True),
 }
+ABLATIONS = {
+    "squad": ARMS["squad"],
+    "squad-1": ARMS["squad-1"],
+    "squad-2": Arm(("squad",), seed=2),
+    "no-warmup": Arm(("squad",), start="model"),
+    "kl0": squad(0, "kl_coef=0"),
+    "no-std": squad(0, "scale_by_std=false"),
+    "paper-parser": squad(0, "parser=paper"),
+} | {
+    f"{reward}-{seed}": squad(seed, f"reward={reward}")
+    for seed in (0, 1)
+    for reward in list(REWARDS)[1:]
+}
+ALL = ARMS | ABLATIONS
 
 
 @dataclass
@@ -80,7 +112,7 @@ class StudyConfig:
     encoder: str = "models/minilm"
     """evaluate: the encoder of the second search engine; empty: BM25 alone"""
     arms: list[str] = field(default_factory=lambda: list(ARMS))
-    """which to train"""
+    """which to train; ablations: GRPO on squad, one setting changed at a time"""
     steps: int = 100
     """of GRPO"""
     parallel: int = 1
@@ -186,57 +218,74 @@ class Study:
             f"{SAMPLING} {self.cfg.sft} out={self.cfg.work}/sample/{name}",
         )
 
-    def train(self, name: str, sampled) -> None:
-        """One arm: warm-up, GRPO, and the rewrites of both."""
-        cfg, arm, folder = self.cfg, ARMS[name], f"{self.cfg.work}/{name}"
-        data = arm.sets[0] if len(arm.sets) == 1 else "mix"
-        both = f"compile=false seed={arm.seed}" + (f" lora.r={arm.rank}" if arm.rank else "")
-        records = f"records={cfg.work}/sample/{data}/records.jsonl epochs=3"
+    def warm_up(self, name: str, sampled) -> None:
+        """The fine-tuning of an arm, on its own records or on the given rewrites."""
+        cfg, arm = self.cfg, ALL[name]
+        records = f"records={cfg.work}/sample/{arm.data}/records.jsonl epochs=3"
         if arm.given:
-            records = f"records={cfg.work}/data/{data}/train.jsonl target=rewrite epochs=2"
+            records = f"records={cfg.work}/data/{arm.data}/train.jsonl target=rewrite epochs=2"
         else:
-            sampled[data].result()
+            sampled[arm.data].result()
         self.call(
             f"sft-{name}",
             "sft.py",
             f"stage=train model={cfg.model} {records} sequences_per_step=16 "
             f"micro_batch_tokens=16384 lr={arm.sft_lr:g} save_every=100000 keep_checkpoints=1 "
-            f"{both} {cfg.sft} out={folder}/sft",
+            f"{arm.both} {cfg.sft} out={cfg.work}/{name}/sft",
         )
-        self.rewrite(name if arm.given else f"{name}-warmup", f"{folder}/sft/final")
+
+    def train(self, name: str, warm: dict) -> None:
+        """One arm's GRPO, and the rewrites before and after it."""
+        cfg, arm = self.cfg, ALL[name]
+        if (arm.start or name) in warm:
+            warm[arm.start or name].result()
         if arm.given:
-            return
+            return self.rewrite(name, start(cfg, name))
         self.call(
             f"grpo-{name}",
             "grpo.py",
-            f"model={folder}/sft/final train={cfg.work}/data/{data}/train.jsonl "
-            f"dev={cfg.work}/data/{data}/dev.jsonl {self.search(data)} steps={cfg.steps} "
+            f"model={start(cfg, name)} train={cfg.work}/data/{arm.data}/train.jsonl "
+            f"dev={cfg.work}/data/{arm.data}/dev.jsonl {self.search(arm.data)} steps={cfg.steps} "
             "prompts_per_step=32 group_size=8 max_response_tokens=96 micro_batch_tokens=16384 "
             f"lr={arm.lr:g} warmup_steps=10 validate_every=10 save_every=100000 "
-            f"keep_checkpoints=1 export_dtype=bfloat16 {both} {cfg.grpo} out={folder}/grpo",
+            f"keep_checkpoints=1 export_dtype=bfloat16 {arm.both} {cfg.grpo} {arm.grpo} "
+            f"out={cfg.work}/{name}/grpo",
             cfg.seconds,
         )
+        if not arm.start:
+            self.rewrite(f"{name}-warmup", start(cfg, name))
         self.rewrite(f"{name}-grpo", chosen(cfg, name))
 
 
+def start(cfg: StudyConfig, name: str) -> str:
+    """What an arm's GRPO begins with."""
+    arm = ALL[name]
+    return cfg.model if arm.start == "model" else f"{cfg.work}/{arm.start or name}/sft/final"
+
+
 def chosen(cfg: StudyConfig, name: str) -> str:
-    """The policy of an arm with the best MRR on dev; the warm-up's where no step was better."""
+    """The policy of an arm with the best MRR on dev; the starting one where no step was better."""
     best = f"{cfg.work}/{name}/grpo/best"
-    return best if os.path.isdir(best) else f"{cfg.work}/{name}/sft/final"
+    return best if os.path.isdir(best) else start(cfg, name)
 
 
 def train(cfg: StudyConfig) -> dict:
     """All arms, `parallel` commands at a time."""
     make_data(cfg)
     study, shots = Study(cfg), "prompt=few-shot examples=demo/examples.jsonl"
-    needed = {"mix" if len(ARMS[a].sets) > 1 else a.partition("-")[0] for a in cfg.arms}
+    needed = {ALL[name].data for name in cfg.arms}
     with ThreadPoolExecutor(cfg.parallel) as pool:
         try:
             sampled = {
                 name: pool.submit(study.sample, name) for name in sorted(needed, reverse=True)
             }
             base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
-            arms = [pool.submit(study.train, name, sampled) for name in cfg.arms]
+            warm = {
+                name: pool.submit(study.warm_up, name, sampled)
+                for name in cfg.arms
+                if not ALL[name].start
+            }
+            arms = [pool.submit(study.train, name, warm) for name in cfg.arms]
             failures = [done.exception() for done in [*base, *arms] if done.exception()]
         except BaseException:
             study.stop()
@@ -346,9 +395,9 @@ def form(file: str, first: dict[str, list]) -> dict[str, float]:
 def arm_figures(cfg: StudyConfig, name: str) -> dict:
     """What an arm was, its curve on dev, and what its commands took."""
     notes = [f"{cfg.work}/commands/{kind}-{name}.json" for kind in ("sft", "grpo")]
-    arm, data = ARMS[name], "mix" if len(ARMS[name].sets) > 1 else ARMS[name].sets[0]
+    arm = ALL[name]
     figures = asdict(arm) | {"commands": [note for note in map(read_json, notes) if note]}
-    if stats := read_json(f"{cfg.work}/sample/{data}/sample_stats.json"):
+    if stats := read_json(f"{cfg.work}/sample/{arm.data}/sample_stats.json"):
         figures["records"] = stats["kept"]
     metrics = f"{cfg.work}/{name}/grpo/metrics.jsonl"
     if os.path.exists(metrics):
@@ -383,8 +432,10 @@ def adapter(cfg: StudyConfig) -> dict:
 
 
 def main(cfg: StudyConfig) -> dict | None:
-    if unknown := [name for name in cfg.arms if name not in ARMS]:
-        raise ConfigError(f"arms: there is no {unknown[0]!r}; there are {', '.join(ARMS)}")
+    if cfg.arms == ["ablations"]:
+        cfg.arms = list(ABLATIONS)
+    if unknown := [name for name in cfg.arms if name not in ALL]:
+        raise ConfigError(f"arms: there is no {unknown[0]!r}; there are {', '.join(ALL)}")
     if cfg.stage == "train" and not cfg.data:
         raise ConfigError("data is empty; give the folder with conv/ and multihop/")
     if cfg.stage == "adapter" and not cfg.out:

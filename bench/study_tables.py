@@ -40,7 +40,7 @@ def labels(figures: dict, engine: str) -> dict[str, str]:
     rows = dict(LABELS)
     for name, arm in figures["arms"].items():
         if "dev" in arm:
-            if engine == engines(figures)[0]:
+            if engine == engines(figures)[0] and not arm.get("start"):
                 rows[f"{name}-warmup"] = f"{name}: warm-up"
             rows[f"{name}-grpo"] = f"{name}: + GRPO"
     return rows

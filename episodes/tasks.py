@@ -77,6 +77,9 @@ class EpisodeConfig:
     """what retrieved gold passages add: nothing, their share, or 1 for all of them (needs qrels)"""
     gold_weight: Annotated[float, above(0)] = 0.5
     """weight of gold_reward beside the answer's"""
+    penalty: Annotated[float, at_least(0)] = 0.0
+    """taken from the reward for no answer, and again for no search: F1 alone can drift into not
+    answering (arXiv 2602.19526)"""
 
 
 def check_episode(cfg: EpisodeConfig, budget: int) -> None:
@@ -177,8 +180,8 @@ class Task:
         return rows
 
     def reward(self, episode: Episode, figures: dict) -> float:
-        """The answer's reward (score_answer), and that of retrieved gold passages if the episode is
-        well formed (`research`) or has an answer (others)."""
+        """The answer's reward (score_answer), that of retrieved gold passages if the episode is
+        well formed (`research`) or has an answer (others), less the penalties."""
         cfg, well_formed = self.cfg, episode.well_formed
         kind = self.answer_reward if cfg.answer_reward == "auto" else cfg.answer_reward
         reward = score_answer(figures, well_formed, kind)
@@ -186,7 +189,7 @@ class Task:
         share = {"none": None, "recall": figures["gold_recall"], "all": figures["all_gold"]}
         if counts and share[cfg.gold_reward] is not None:
             reward += cfg.gold_weight * share[cfg.gold_reward]
-        return reward
+        return reward - cfg.penalty * ((episode.prediction is None) + (episode.searches == 0))
 
     def validate(self, episodes: list[Episode], questions: list, dev: list) -> dict:
         """Means over the episodes of all ranks; a failed one scores 0 and is counted."""

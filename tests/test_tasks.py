@@ -66,6 +66,19 @@ def test_an_episode_is_rewarded_by_its_figures(dist):
     assert found["f1"] == 1.0 and found["failed"] == 0 and found["format_rate"] == 1.0
 
 
+def test_no_answer_and_no_search_each_cost_the_penalty(dist):
+    task = search_task(penalty=0.25, stop_at_answer=True)
+    for script, reward in (
+        ([THINK, ANSWER], 1.0),  # searched and answered
+        ([ANSWER], 0.75),  # answered at once
+        ([THINK, "<think>I give up.</think>"], -0.25),
+        (["<think>I give up.</think>"], -0.5),
+    ):
+        (e,), _ = play(task, script)
+        (figures,) = task.measure([e], [LIMA])
+        assert task.reward(e, figures) == reward, script
+
+
 @pytest.mark.parametrize("served", [{"p0", "p1", "p2"}, {"p0", "x"}])
 def test_a_served_index_of_another_corpus_is_refused(tmp_path, served):
     write_jsonl(str(tmp_path / "c.jsonl"), [{"id": f"p{i}", "contents": "a"} for i in range(2)])
