@@ -111,13 +111,14 @@ def make_data(cfg: SearchStudyConfig) -> None:
         questions += read_questions(f"{file}.jsonl")
         golds |= read_golds([f"{file}.qrels"])
     questions.sort(key=lambda q: hashlib.md5(q.id.encode()).hexdigest())
-    questions = questions[: cfg.questions and cfg.questions + DEV]
-    write_questions(f"{made}/dev", questions[:DEV], golds)
-    write_questions(f"{made}/train", questions[DEV:], golds)
+    dev = min(DEV, cfg.questions or DEV)
+    write_questions(f"{made}/dev", questions[:dev], golds)
+    questions = questions[dev : cfg.questions and 4 * dev]
+    write_questions(f"{made}/train", questions, golds)
     for experts in ("twice", "once"):
         path = f"{made}/{experts}.jsonl"
         if not os.path.exists(path):
-            write_jsonl(path, expert_episodes(cfg, experts, questions[DEV:], golds))
+            write_jsonl(path, expert_episodes(cfg, experts, questions, golds))
 
 
 def one_hop(path: str) -> tuple[list[Question], dict[str, list[str]]]:
