@@ -28,7 +28,9 @@ from config import ConfigError, run  # noqa: E402
 from data import Question, read_corpus, read_jsonl, read_questions, read_turns  # noqa: E402
 from engines.base import Rollout, Sampling  # noqa: E402
 from model import load_tokenizer  # noqa: E402
+from reward import all_gold  # noqa: E402
 from runs import atomic_write, read_json, write_jsonl  # noqa: E402
+from scoring.ranking import bootstrap_interval, means, read_run  # noqa: E402
 from tasks import TaskConfig, open_task, read_golds  # noqa: E402
 
 from bench.study import Study, join, machine, tool  # noqa: E402
@@ -299,18 +301,22 @@ def evaluate(cfg: SearchStudyConfig) -> dict:
         for baseline in ("twice", "once"):
             out = f"{folder}/{baseline}"
             base = f"baseline={folder}/{baseline}.jsonl"
-            tool("evaluate.py", *both, base, f"answers={','.join(files)}", f"out={out}")
+            others = ",".join(file for file in files if not file.endswith(f"/{baseline}.jsonl"))
+            tool("evaluate.py", *both, base, f"answers={others}", f"out={out}")
             systems = read_json(f"{out}/metrics.json")["systems"]
             for system, row in systems.items():
-                cell = cells.setdefault(f"{name}/{system}", {})
-                for metric in ("em", "f1", "all_gold", "well_formed", "searches"):
-                    if metric in row:
-                        cell[metric] = [row[metric], *row["ci"][metric]]
-                        p = row["paired"].get(metric, {}).get("p")
-                        cell[f"p_{baseline}"] = cell.get(f"p_{baseline}", {}) | {metric: p}
+                cell = cells.setdefault(f"{name}/{os.path.basename(system)}", {})
+                cell |= {metric: [row[metric], *row["ci"][metric]] for metric in SHOWN}
+                if paired := row.get("paired"):
+                    cell[f"p_{baseline}"] = {metric: paired[metric]["p"] for metric in SHOWN}
         search = f"retriever.kind=bm25 retriever.corpus={cfg.work}/data/corpus.jsonl".split()
         tool("evaluate.py", *both, "query=question", *search, f"out={folder}/question")
-        cells[f"{name}/question"] = read_json(f"{folder}/question/metrics.json")
+        found, golds = read_run(f"{folder}/question/question.trec"), read_golds([qrels])
+        for k in (2, 4):
+            first = {q: [id_ for id_, _ in found.get(q, [])[:k]] for q in golds}
+            scores = {q: {"all_gold": all_gold(first[q], golds[q])} for q in golds}
+            cell = [means(scores)["all_gold"], *bootstrap_interval(scores)["all_gold"]]
+            cells[f"{name}/question, first {k}"] = {"all_gold": cell}
     figures = {
         "machine": read_json(f"{cfg.work}/machine.json"),
         "arms": {name: arm_figures(cfg, name) for name in cfg.arms},
@@ -321,6 +327,7 @@ def evaluate(cfg: SearchStudyConfig) -> dict:
     return {"figures": f"{cfg.results}/figures.json", "cells": len(cells)}
 
 
+SHOWN = ("em", "f1", "all_gold", "well_formed", "searches")
 CURVES = ("reward", "f1", "all_gold", "searches", "well_formed", "entropy", "kl")
 
 
