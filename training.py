@@ -401,19 +401,19 @@ def summary(run) -> dict:
 
 # ==================== start
 
-FREE = (  # may change on resume
-    "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
-    "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
-    "export_dtype qrels log_to"
+FREE = (  # may change when a run is continued
+    "steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
+    "gradient_checkpointing compile gather_once reduce_each cpu_offload stop_on_collapse "
+    "export_dtype log_to"
 ).split()
 
 
 def settings(cfg) -> dict:
-    """Return what must not change on resume, files by digest."""
-    decisive = [key for key in config.to_dict(cfg) if key not in FREE]
+    """Return what must not change: all but FREE; of engine, retriever, qrels what is here."""
+    whole = [k for k in config.to_dict(cfg) if k not in (*FREE, "engine", "retriever", "qrels")]
     return (
         {"engine.kind": cfg.engine.kind}
-        | runs.settings(cfg, decisive, ("model", "train", "dev", "instruction"))
+        | runs.settings(cfg, whole, ("model", "train", "dev", "instruction"))
         | {f"qrels {path}": runs.path_with_digest(path) for path in cfg.qrels}
         | retriever_settings(cfg.retriever)
     )
