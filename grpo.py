@@ -412,15 +412,19 @@ def main(cfg: GRPOConfig) -> dict | None:
     with runs.only_writer(cfg.out, rank=dist.rank), distributed.noted_signals() as noted:
         row = training.resume(run)
         sync_engine(run)
-        for step in training.steps(run, row, validate, noted):
-            row, rollouts = train_step(run, step)
-            run.history.append(row)
-            training.log_rollouts(run, row, rollouts)
+        training.steps(run, row, logged_step, validate, noted)
         training.export(run, "final")
         if dist.rank == 0:
             report.run_page(cfg.out)
     distributed.cleanup()
     return training.summary(run) if dist.rank == 0 else None
+
+
+def logged_step(run: Run, step: int) -> dict:
+    """Take step `step`, from 0, and log its rollouts; returns its log row."""
+    row, rollouts = train_step(run, step)
+    training.log_rollouts(run, row, rollouts)
+    return row
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
