@@ -265,12 +265,12 @@ def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
     """Read the responses, search, and compute rewards; rollout r is of items[r.group_id].
 
-    For rewrites: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). A rollout that failed
-    for a technical reason, in the engine or in a search, has no reward.
+    For rewrites: parse_response, gold_ranks, REWARDS (tasks.Rewrite). A rollout that failed for a
+    technical reason, in the engine or in a search, has no reward.
     """
     answers = [run.task.read(r) for r in rollouts]
     figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
-    rewards = [None if a.failed else run.task.reward(a, f) for a, f in zip(answers, figures)]
+    rewards = [None if f.pop("failed") else run.task.reward(a, f) for a, f in zip(answers, figures)]
     return [Score(a.text, reward, f) for a, reward, f in zip(answers, rewards, figures)]
 
 
