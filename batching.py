@@ -22,8 +22,8 @@ class MicroBatch:
 
     part: RolloutBatch  # (b, …)
     packed: Packed  # the same tokens, laid out for the model
-    ref_logprobs: Tensor | None = None  # (b, T) of the reference
-    # (b, T) of the policy that sampled; None: of the present policy
+    ref_logprobs: Tensor | None = None  # (b, T) of the reference (grpo.add_reference)
+    # (b, T) of the policy that sampled (grpo.update); None: of the present policy
     old_logprobs: Tensor | None = None
 
 

@@ -265,12 +265,12 @@ def sample(run: Run, step: int) -> tuple[list[Rollout], list]:
 def score(run: Run, rollouts: list[Rollout], items: list) -> list[Score]:
     """Read the responses, search, and compute rewards; rollout r is of items[r.group_id].
 
-    For rewrites: parse_response, gold_ranks, score_rewrite (tasks.Rewrite). A rollout that failed
-    for a technical reason, in the engine or in a search, has no reward.
+    For rewrites: parse_response, gold_ranks, REWARDS (tasks.Rewrite). A rollout that failed for a
+    technical reason, in the engine or in a search, has no reward.
     """
     answers = [run.task.read(r) for r in rollouts]
     figures = run.task.measure(answers, [items[r.group_id] for r in rollouts])
-    rewards = [None if a.failed else run.task.reward(a, f) for a, f in zip(answers, figures)]
+    rewards = [None if f.pop("failed") else run.task.reward(a, f) for a, f in zip(answers, figures)]
     return [Score(a.text, reward, f) for a, reward, f in zip(answers, rewards, figures)]
 
 
@@ -412,15 +412,19 @@ def main(cfg: GRPOConfig) -> dict | None:
     with runs.only_writer(cfg.out, rank=dist.rank), distributed.noted_signals() as noted:
         row = training.resume(run)
         sync_engine(run)
-        for step in training.steps(run, row, validate, noted):
-            row, rollouts = train_step(run, step)
-            run.history.append(row)
-            training.log_rollouts(run, row, rollouts)
+        training.steps(run, row, logged_step, validate, noted)
         training.export(run, "final")
         if dist.rank == 0:
             report.run_page(cfg.out)
     distributed.cleanup()
     return training.summary(run) if dist.rank == 0 else None
+
+
+def logged_step(run: Run, step: int) -> dict:
+    """Take step `step`, from 0, and log its rollouts; returns its log row."""
+    row, rollouts = train_step(run, step)
+    training.log_rollouts(run, row, rollouts)
+    return row
 
 
 def validate(run: Run, step: int) -> dict[str, float]:

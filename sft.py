@@ -176,7 +176,7 @@ def train_step(
 
 
 def fit(run: Run, step: int) -> dict:
-    """Take optimizer step `step`, from 0; returns its log row."""
+    """Take optimizer step `step`, from 0, and print its line; returns its log row."""
     cfg, clock, batch = run.cfg, Clock(run.dist.device), step_examples(run.rows, step, run.cfg)
     tokens = sum(sum(row.loss_mask) for row in batch)
     lr = lr_at(step, cfg.lr, math.ceil(run.steps * cfg.warmup_fraction), run.steps, cfg.schedule)
@@ -187,7 +187,7 @@ def fit(run: Run, step: int) -> dict:
             run.policy, run.optimizer, parts, tokens, lr, cfg.max_grad_norm, run.dist.world
         )
         adapter_dropout(run.policy, False)
-    return {
+    row = {
         "step": step + 1,
         "epoch": step // run.validate_every + 1,
         "loss": sum(distributed.gather_objects(loss)),
@@ -198,6 +198,11 @@ def fit(run: Run, step: int) -> dict:
         "sequences": len(batch),
         **clock.seconds,
     }
+    print0(
+        f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss {row['loss']:.4f} | "
+        f"norm {norm:.3f} | lr {lr:.2e} | left {training.time_left(run, row)}"
+    )
+    return row
 
 
 # ==================== the loop
@@ -259,14 +264,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     run = start(cfg, dist, settings, tokenizer, rows, heldout)
     with distributed.noted_signals() as noted:
         row = training.resume(run)
-        for step in training.steps(run, row, validate, noted):
-            row = fit(run, step)
-            run.history.append(row)
-            print0(
-                f"step {row['step']:05d}/{run.steps:05d} | epoch {row['epoch']} | loss "
-                f"{row['loss']:.4f} | norm {row['grad_norm']:.3f} | lr {row['lr']:.2e} | left "
-                f"{training.time_left(run)}"
-            )
+        training.steps(run, row, fit, validate, noted)
     result = {
         "model": os.path.join(cfg.out, "final"),
         "records": len(rows),

@@ -4,8 +4,8 @@ A task says what a prompt is, how responses are sampled and read, and what they 
 
     prompt(item) → token ids                     items are turns, or questions
     rollouts(engine, prompts, samplings)         one turn of the model, or whole episodes
-    read(rollout) → answer                       with its `text`, and whether it `failed`
-    measure(answers, items) → figures            what is logged of each; searches rewrites
+    read(rollout) → answer                       with its `text`
+    measure(answers, items) → figures            what is logged, and `failed`; searches rewrites
     reward(answer, figures)                      of an answer that did not fail
     validate(rollouts, items, dev) → figures     of greedy rollouts; `best` chooses the policy
     row(item, rollout, request)                  a line of infer.py's output
@@ -41,7 +41,7 @@ from prompts import (
     read_instruction,
 )
 from retriever import RetrieverConfig, open_retriever
-from reward import Parsed, parse_response, score_rewrite
+from reward import REWARDS, Parsed, parse_response
 from rollout import check_engine
 from runs import read_json
 from scoring.ranking import evaluate_run, read_qrels
@@ -80,7 +80,7 @@ class Response:
 
     text: str
     parsed: Parsed
-    failed: bool  # for a technical reason, in the engine or in its search
+    failed: bool  # in the engine, for a technical reason
 
 
 class Rewrite:
@@ -123,8 +123,8 @@ class Rewrite:
         return Response(text, self.parse(text), rollout.end == "engine_error")
 
     def measure(self, answers: list[Response], turns: list[Turn]) -> list[dict]:
-        """Rewrite, form and rank of the gold passage. Malformed responses are not searched, equal
-        queries of a turn once; a response whose search failed has failed."""
+        """Rewrite, form, rank of the gold passage, and whether engine or search failed. Malformed
+        responses are not searched, equal queries of a turn once."""
         asked = [
             (t.query_id, one_line(a.parsed.rewrite))
             if a.parsed.well_formed and not a.failed
@@ -137,17 +137,17 @@ class Rewrite:
         # every process asks, even without queries: an index across ranks is a collective
         found = self.retriever.gold_ranks(texts, [golds[id_] for id_, _ in searches])
         ranks, figures = dict(zip(searches, found)), []
-        for answer, query in zip(answers, asked):
-            _, rewrite, well_formed = answer.parsed
-            rank = ranks.get(query)
+        for a, query in zip(answers, asked):
+            rank, failed = ranks.get(query), a.failed
             if rank is not None and math.isnan(rank):  # search.passages.FAILED
-                rank, answer.failed = None, True
-            figures.append({"rewrite": rewrite, "well_formed": well_formed, "rank": rank})
+                rank, failed = None, True
+            row = {"rewrite": a.parsed.rewrite, "well_formed": a.parsed.well_formed}
+            figures.append(row | {"rank": rank, "failed": failed})
         return figures
 
     def reward(self, answer: Response, figures: dict) -> float:
-        cfg, rank = self.cfg, figures["rank"]
-        return score_rewrite(answer.text, rank, cfg.malformed_reward, cfg.reward, cfg.parser)
+        value, well_formed = REWARDS[self.cfg.reward], figures["well_formed"]
+        return value(figures["rank"]) if well_formed else self.cfg.malformed_reward
 
     def validate(self, rollouts: list[Rollout], turns: list[Turn], dev: list[Turn]) -> dict:
         """Metrics over `dev`, the turns of all ranks; for a malformed response the raw question is

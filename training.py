@@ -101,10 +101,8 @@ class Run:
 # ==================== steps
 
 
-def steps(
-    run: Run, row: dict, validate: Callable[[Run, int], dict], noted: list[int]
-) -> Iterator[int]:
-    """Yield the 0-based steps after `row`'s; the caller appends each one's row to `history`.
+def steps(run: Run, row: dict, take: Callable, validate: Callable, noted: list[int]) -> None:
+    """Take the steps after `row`'s: `take(run, 0-based step)` returns a row, kept in `history`.
 
     After each: checkpoint, exit if a signal was noted, validate, log, guard. A failing validation
     thus loses no step. A collective.
@@ -119,8 +117,8 @@ def steps(
         guard(run)
         if row["step"] == run.steps:
             return tracked.close()
-        yield row["step"]
-        row = run.history[-1]
+        row = take(run, row["step"])
+        run.history.append(row)
         signalled = distributed.signal_of_any(noted)
         if signalled or due(run, row, run.cfg.save_every):
             checkpoint(run, row)
@@ -280,13 +278,13 @@ def step_items(count: int, step: int, prompts_per_step: int, seed: int) -> list[
     return out
 
 
-def time_left(run: Run) -> str:
-    """Estimate the time left from the last 20 steps, without the first, which compiles."""
+def time_left(run: Run, row: dict) -> str:
+    """Estimate the time left after `row` from the last 20 steps but the first, which compiles."""
     phases = [f"seconds_{phase}" for phase in PHASES]
-    took = [sum(row.get(phase, 0.0) for phase in phases) for row in run.history[1:][-20:]]
+    took = [sum(r.get(phase, 0.0) for phase in phases) for r in [*run.history, row][1:][-20:]]
     if not took:
         return "?"
-    return tqdm.format_interval(sum(took) / len(took) * (run.steps - run.history[-1]["step"]))
+    return tqdm.format_interval(sum(took) / len(took) * (run.steps - row["step"]))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -368,7 +366,7 @@ def log_rollouts(run, row: dict, rollouts: list[dict]) -> None:
         return
     path = os.path.join(run.cfg.out, "rollouts", f"step_{row['step']:06d}.jsonl")
     runs.write_jsonl(path, rollouts)
-    print0(step_line(row, run.steps, time_left(run)))
+    print0(step_line(row, run.steps, time_left(run, row)))
     if row["step"] == 1:
         print0(f"  first prompt: {run.tokenizer.decode(run.prompts[0])!r}")
     if row["step"] == 1 or row["step"] % run.cfg.validate_every == 0:
@@ -401,19 +399,19 @@ def summary(run) -> dict:
 
 # ==================== start
 
-FREE = (  # may change on resume
-    "retriever steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
-    "gradient_checkpointing compile gather_once reduce_each cpu_offload engine stop_on_collapse "
-    "export_dtype qrels log_to"
+FREE = (  # may change when a run is continued
+    "steps epochs out validate_every save_every keep_checkpoints micro_batch_tokens "
+    "gradient_checkpointing compile gather_once reduce_each cpu_offload stop_on_collapse "
+    "export_dtype log_to"
 ).split()
 
 
 def settings(cfg) -> dict:
-    """Return what must not change on resume, files by digest."""
-    decisive = [key for key in config.to_dict(cfg) if key not in FREE]
+    """Return what must not change: all but FREE; of engine, retriever, qrels what is here."""
+    whole = [k for k in config.to_dict(cfg) if k not in (*FREE, "engine", "retriever", "qrels")]
     return (
         {"engine.kind": cfg.engine.kind}
-        | runs.settings(cfg, decisive, ("model", "train", "dev", "instruction"))
+        | runs.settings(cfg, whole, ("model", "train", "dev", "instruction"))
         | {f"qrels {path}": runs.path_with_digest(path) for path in cfg.qrels}
         | retriever_settings(cfg.retriever)
     )

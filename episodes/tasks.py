@@ -175,6 +175,7 @@ class Task:
                     "all_gold": all_gold(e.retrieved, golds) if judged else None,
                     "model_tokens": sum(e.loss_mask),
                     "end": e.end,
+                    "failed": e.failed,
                 }
             )
         return rows
@@ -193,8 +194,7 @@ class Task:
 
     def validate(self, episodes: list[Episode], questions: list, dev: list) -> dict:
         """Means over the episodes of all ranks; a failed one scores 0 and is counted."""
-        figures = self.measure(episodes, questions)
-        rows = gather_rows([f | {"failed": e.failed} for f, e in zip(figures, episodes)])
+        rows = gather_rows(self.measure(episodes, questions))
         return answer_means(rows) | {
             "failed": sum(row["failed"] for row in rows),
             "format_rate": sum(row["well_formed"] for row in rows) / len(rows),
@@ -203,7 +203,7 @@ class Task:
     def row(self, question: Question, episode: Episode, request: dict) -> dict:
         """Its trajectory with its reward."""
         (figures,) = self.measure([episode], [question])
-        reward = None if episode.failed else self.reward(episode, figures)
+        reward = None if figures["failed"] else self.reward(episode, figures)
         return trajectory_row(episode, question, self, request) | {"reward": reward}
 
     def means(self, rows: list[dict]) -> dict[str, float]:

@@ -657,6 +657,7 @@ def test_retrieved_golds_as_a_term_of_the_reward(kind, expected):
         "all_gold": 0.0,
         "model_tokens": sum(one.loss_mask),
         "end": "answered",
+        "failed": False,
         "x": 0,
     }
 

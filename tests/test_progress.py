@@ -54,10 +54,10 @@ def test_the_time_left_of_a_training_leaves_the_first_step_out():
         {"step": n, "seconds_sample": s, "seconds_update": 1.0}
         for n, s in enumerate([300.0, 4, 6], 1)
     ]
-    run = SimpleNamespace(steps=13, history=steps[:1])
-    assert training.time_left(run) == "?"
-    run.history = steps
-    assert training.time_left(run) == "01:00"  # 10 steps of 6 s
+    run = SimpleNamespace(steps=13, history=[])
+    assert training.time_left(run, steps[0]) == "?"
+    run.history = steps[:2]
+    assert training.time_left(run, steps[2]) == "01:00"  # 10 steps of 6 s
 
 
 def test_the_share_of_a_batch_follows_its_tokens_and_its_ends():

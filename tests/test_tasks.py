@@ -14,6 +14,7 @@ import tasks
 from data import DataError, Turn
 from engines.base import Rollout
 from prompts import response_text
+from reward import score_rewrite
 from runs import write_jsonl
 
 LISTED = re.findall(r"(\w+)\(([^)]*)\)(?= →|  |,)", tasks.__doc__)
@@ -48,6 +49,8 @@ def test_validation_reads_what_training_and_inference_read(dist):
     rollouts = [Rollout([5], i, [0.0] * len(i), [1] * len(i), n, "eos") for n, i in enumerate(ids)]
     figures = task.measure([task.read(r) for r in rollouts], turns)
     assert [f["rank"] for f in figures] == [3, None]
+    expected = [score_rewrite(text, rank) for text, rank in zip(texts, [3, None])]
+    assert [task.reward(None, f) for f in figures] == expected
     rows = [task.row(t, r, {}) for t, r in zip(turns, rollouts)]
     assert [row["status"] for row in rows] == ["ok", "malformed"]
     assert [row["rewrite"] for row in rows] == ["alpha", "raw"]
