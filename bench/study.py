@@ -89,7 +89,7 @@ ABLATIONS = {
     "no-std": squad(0, "scale_by_std=false"),
     "paper-parser": squad(0, "parser=paper"),
 } | {
-    f"{reward}-{seed}": squad(seed, f"reward={reward}")
+    f"{reward.replace('@', '')}-{seed}": squad(seed, f"reward={reward}")
     for seed in (0, 1)
     for reward in list(REWARDS)[1:]
 }
@@ -370,11 +370,25 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
             metric: [row[metric], *row["ci"][metric]]
             for metric in ("mrr", "ndcg@3", "recall@10", "recall@100")
         } | {"p_question": row["paired"]["mrr"]["p"] if "paired" in row else None}
+    for first in ("squad", "squad-1"):  # what ablations are compared with
+        others = [a for a in cfg.arms if a in ABLATIONS and ALL[a].start and own(a) == first]
+        if others:
+            runs = ",".join(f"{out}/{a}-grpo.trec" for a in others)
+            base, against = f"baseline={out}/{first}-grpo.trec", f"{out}/against-{first}"
+            tool("evaluate.py", *both, base, f"run={runs}", f"out={against}")
+            systems = read_json(f"{against}/metrics.json")["systems"]
+            for a in others:
+                cells[f"{a}-grpo"]["against"] = systems[f"{a}-grpo"]["paired"]["mrr"]
     turns = read_turns(f"{data}/test.jsonl")
     for file, system in zip(files, trained):
         cells[system]["p_rule"] = tests[system]["paired"]["mrr"]["p"]
         cells[system] |= form(file, {t.query_id: t.context[:1] for t in turns})
     return cells | {"best rule": cells[best] | {"rule": best}}
+
+
+def own(name: str) -> str:
+    """The arm of squad with this arm's seed and the usual settings."""
+    return f"squad-{ALL[name].seed}" if ALL[name].seed else "squad"
 
 
 def form(file: str, first: dict[str, list]) -> dict[str, float]:

@@ -72,6 +72,60 @@ def arms_table(figures: dict) -> str:
     return "\n".join(lines)
 
 
+def ablation_table(figures: dict) -> str:
+    """MRR with BM25 of GRPO with one setting changed, and on squad the difference to the usual
+    setting after the same warm-up; how many rewrites on squad are questions."""
+    head = ["arm", "dev (step)", "squad", "difference", *SETS[1:], "questions"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, arm in figures["arms"].items():
+        cells = [figures["cells"][f"{set_}/BM25"][f"{name}-grpo"] for set_ in SETS]
+        step = max((step for step in arm["dev"] if step != "0"), key=arm["dev"].get)
+        against = cells[0].get("against")
+        low, high = against["ci"] if against else (0, 0)
+        row = [
+            name,
+            f"{100 * arm['dev'][step]:.1f} ({step})",
+            percent(cells[0]["mrr"]),
+            f"{100 * against['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+            if against
+            else "",
+            *(f"{100 * cell['mrr'][0]:.1f}" for cell in cells[1:]),
+            f"{100 * cells[0]['questions']:.0f} %",
+        ]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+SEARCHES = {
+    "question, first 2": "the question, its first 2",
+    "question, first 4": "the question, its first 4",
+    "once": "shown one search",
+    "once-all": "+ GRPO, all gold",
+    "once-penalty": "+ GRPO, penalty",
+    "twice": "shown two searches",
+    "twice-none": "+ GRPO, answer alone",
+    "twice-recall": "+ GRPO, gold recall",
+    "twice-all": "+ GRPO, all gold",
+    "foreign": "the same, foreign passages",
+    "empty": "the same, no passages",
+}
+
+
+def searches_table(figures: dict) -> str:
+    """Of every system and set: questions with all gold passages found, F1, searches."""
+    sets = dict.fromkeys(key.partition("/")[0] for key in figures["cells"])
+    lines = [f"| system | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|"]
+    for system, label in SEARCHES.items():
+        row = []
+        for name in sets:
+            cell = figures["cells"][f"{name}/{system}"]
+            row.append(percent(cell["all_gold"]))
+            if "f1" in cell:
+                row[-1] += f"; {100 * cell['f1'][0]:.1f}; {cell['searches'][0]:.2f}"
+        lines.append(f"| {label} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def card(figures: dict, folder: str, name: str) -> str:
     """The README of the adapter of arm `name` in `folder`."""
     arm = figures["arms"][name]
@@ -94,6 +148,10 @@ def card(figures: dict, folder: str, name: str) -> str:
 
 def main(path: str = FIGURES) -> None:
     figures = read_figures(path)
+    if "hotpotqa/twice" in figures["cells"]:
+        return print(searches_table(figures))
+    if "no-warmup" in figures["arms"]:
+        return print(ablation_table(figures))
     print(arms_table(figures))
     for metric, title in (("mrr", "MRR"), ("recall@10", "Recall@10")):
         for engine in engines(figures):

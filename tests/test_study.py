@@ -65,6 +65,13 @@ def test_the_results_page_has_the_tables_of_the_figures():
         assert study_tables.table(figures, engine, study_tables.labels(figures, engine)) in page
 
 
+@pytest.mark.parametrize("study, table", [("ablations", "ablation"), ("second_search", "searches")])
+def test_the_results_page_has_the_tables_of_the_other_studies(study, table):
+    figures = study_tables.read_figures(ROOT / "bench" / "results" / study / "figures.json")
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert getattr(study_tables, f"{table}_table")(figures) in page
+
+
 def test_the_adapter_is_above_the_raw_question_on_every_test_set():
     for name, systems in study_tables.read_figures()["cells"].items():
         assert systems[f"{ARM}-grpo"]["mrr"][0] > systems["question"]["mrr"][0], name
