@@ -5,6 +5,7 @@ Shapes: B sequences, b of them in a micro-batch, T predicted positions.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from distributed import Dist, gather_objects
 from engines.base import Rollout
-from packing import Packed, common_beginning, one_thread, pack
+from packing import Packed, one_thread, pack
 from rollout import RolloutBatch, collate_rollouts
 
 
@@ -90,8 +91,8 @@ def micro_batch_rows(batch: RolloutBatch, rows: list[int], budget: int) -> list[
     for row, group in zip(rows, batch.group_ids[rows].tolist()):
         groups.setdefault(group, []).append(row)
     tokens = batch.tokens.numpy()
-    begins = [tokens[g[0], : prompts[g[0]]] for g in groups.values()]
-    common = common_beginning(begins) if groups else 0
+    firsts = [tokens[g[0], : prompts[g[0]]].tolist() for g in groups.values()]
+    common = len(os.path.commonprefix(firsts))
     parts: list[tuple[int, list[int]]] = []  # tokens after the common beginning, rows
     for members in groups.values():
         for row in members:

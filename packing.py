@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -169,15 +170,6 @@ class SharedLayout:
     segments: list[Segment]  # in the order of the row
 
 
-def common_beginning(prompts: list[np.ndarray]) -> int:
-    """The length of the prompts' longest common prefix."""
-    common = min(map(len, prompts))
-    for prompt in prompts:
-        differs = np.flatnonzero(prompt[:common] != prompts[0][:common])
-        common = int(differs[0]) if len(differs) else common
-    return common
-
-
 def share_prefixes(
     tokens: Tensor,
     attention_mask: Tensor,
@@ -195,7 +187,8 @@ def share_prefixes(
     groups: dict[int, list[int]] = {}
     for b, group in enumerate(group_ids.tolist()):
         groups.setdefault(group, []).append(b)
-    common = common_beginning([ids[b, : prompts[b]] for b, *_ in groups.values()])
+    firsts = [ids[b, : prompts[b]].tolist() for b, *_ in groups.values()]
+    common = len(os.path.commonprefix(firsts))
     segments: list[Segment] = []
     sequences: dict[int, tuple[Segment, ...]] = {}
 

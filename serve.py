@@ -29,7 +29,7 @@ from typing import Annotated, Any, Callable, Literal, NoReturn
 from config import ConfigError, above, at_least, run
 from data import DataError
 from episodes.tools import NOTHING_FOUND, numbered, single
-from scoring.ranking import read_qrels
+from scoring.ranking import read_golds
 from search.client import IDS
 from search.passages import FAILED, RetrieverConfig, RetrieverError, Texts, same_corpus
 
@@ -357,7 +357,8 @@ def make_app(service: Service) -> Any:
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import JSONResponse
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
     host, middleware, lifespan = service.cfg.host, [], None
@@ -380,7 +381,10 @@ def make_app(service: Service) -> Any:
     async def not_served(request: Any, e: HTTPException) -> JSONResponse:
         return JSONResponse({"detail": e.detail}, e.status_code)
 
-    handlers = {Refused: refused, HTTPException: not_served}
+    async def left(request: Any, e: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
+    handlers = {Refused: refused, HTTPException: not_served, ClientDisconnect: left}
     return Starlette(False, routes, middleware, handlers, lifespan, max_body_size=MAX_BODY)
 
 
@@ -451,15 +455,6 @@ def serve_stdio(service: Service) -> NoReturn:
     end()
 
 
-def load_qrels(path: str, ids: Any) -> dict[str, list[str]]:
-    """Returns query id → ids with gain > 0. DataError if one is not in the index."""
-    judged = read_qrels(path).items()
-    golds = {query: [id_ for id_, gain in one.items() if gain > 0] for query, one in judged}
-    if unknown := [id_ for gold in golds.values() for id_ in gold if id_ not in ids]:
-        raise DataError(f"{path}: {unknown[0]!r} is not in the index; give the qrels of its corpus")
-    return {query: gold for query, gold in golds.items() if gold}
-
-
 def listen(cfg: ServeConfig) -> socket.socket:
     """Returns a bound socket. ConfigError if it can't be bound."""
     # without IPPROTO_TCP asyncio sets no TCP_NODELAY, and answers wait 40 ms
@@ -483,7 +478,7 @@ def main(cfg: ServeConfig) -> dict:
     retriever, corpus = open_retriever(cfg.retriever), cfg.corpus or cfg.retriever.corpus
     ids = retriever.passage_ids
     texts = Texts(corpus, ids) if corpus else None
-    qrels = load_qrels(cfg.qrels, ids) if cfg.qrels else None
+    qrels = read_golds([cfg.qrels], ids) if cfg.qrels else None
     retriever.search(["what the first search makes is there before a client waits"], 1)
     service = Service(cfg, retriever, texts, qrels)
     if listener is None:

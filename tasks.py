@@ -44,7 +44,7 @@ from retriever import RetrieverConfig, open_retriever
 from reward import REWARDS, Parsed, parse_response
 from rollout import check_engine
 from runs import read_json
-from scoring.ranking import evaluate_run, read_qrels
+from scoring.ranking import evaluate_run, read_golds
 from search.client import RemoteIds
 from search.passages import PassageIds, Texts
 
@@ -251,20 +251,6 @@ def corpus_ids(corpus: str, served: RemoteIds) -> PassageIds:
             f"{len(served):,} was built from; give that file"
         )
     return ids
-
-
-def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
-    """Question id → gold passages, from qrels files; DataError if one is not in the index."""
-    golds: dict[str, list[str]] = {}
-    for path in paths:
-        own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
-        wanted = {passage for passages in own.values() for passage in passages}
-        if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
-            raise DataError(
-                f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
-            )
-        golds |= own
-    return golds
 
 
 def other_task(cfg: TaskConfig) -> str:

@@ -30,8 +30,8 @@ from engines.base import Rollout, Sampling  # noqa: E402
 from model import load_tokenizer  # noqa: E402
 from reward import all_gold  # noqa: E402
 from runs import atomic_write, read_json, write_jsonl  # noqa: E402
-from scoring.ranking import bootstrap_interval, means, read_run  # noqa: E402
-from tasks import TaskConfig, open_task, read_golds  # noqa: E402
+from scoring.ranking import bootstrap_interval, means, read_golds, read_run  # noqa: E402
+from tasks import TaskConfig, open_task  # noqa: E402
 
 from bench.study import Study, join, machine, tool  # noqa: E402
 

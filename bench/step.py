@@ -289,6 +289,25 @@ def in_own_process(args, engine: str) -> dict:
     )
 
 
+# The peer's script with the adapter of --lora and the card of --card-gib, neither of which it knows.
+ADAPTED = """
+import importlib, os, sys, trl
+from peft import LoraConfig
+from bench import shapes
+rank, gib, *sys.argv = sys.argv[1:]
+class Adapted(trl.GRPOTrainer):
+    def __init__(self, **settings):
+        lora = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules="all-linear")
+        super().__init__(peft_config=lora, **settings)
+trl.GRPOTrainer = Adapted if int(rank) else trl.GRPOTrainer
+if float(gib):
+    shapes.shrink_card(float(gib))
+folder, script = os.path.split(os.path.abspath(sys.argv[0]))
+sys.path.insert(0, folder)
+importlib.import_module(script.removesuffix(".py")).main()
+"""
+
+
 def peer(args, engine: str) -> dict:
     """The peer's step with one of its engines, in a process of its own."""
     options = {
@@ -303,10 +322,12 @@ def peer(args, engine: str) -> dict:
         "beta": 0 if args.no_kl else 0.001,
     }
     command = [
-        sys.executable,
+        *(sys.executable, "-c", ADAPTED, str(args.lora), str(args.card_gib or 0)),
         args.peer_script,
         *(str(x) for k, v in options.items() for x in (f"--{k}", v)),
     ]
+    places = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, places))
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             status = subprocess.run(
@@ -314,7 +335,7 @@ def peer(args, engine: str) -> dict:
                 stdout=out,
                 stderr=err,
                 timeout=args.peer_limit,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
             ).returncode
         except subprocess.TimeoutExpired:
             status = f"ended after {args.peer_limit} s"
@@ -370,7 +391,7 @@ def main() -> None:
         nargs="*",
         default=[],
         choices=["hf", "vllm"],
-        help="run the peer as well, with these engines, after ours and on the whole card",
+        help="run the peer as well, with these engines, after ours, the adapter and the card alike",
     )
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -284,7 +285,8 @@ class TorchEngine(Engine):
             self.stats.held_tokens += r.held
         length = len(cache.prefix)
         if not length or any(len(p) <= length or p[:length] != cache.prefix for p in new):
-            cache.prefix = _common_prefix(new) if len(new) > 1 else ()
+            # it leaves every prompt at least one token
+            cache.prefix = os.path.commonprefix([p[:-1] for p in new]) if len(new) > 1 else ()
             if cache.prefix:
                 self._prefill([Piece(cache.prefix, Prompt(0, len(cache.prefix)))], cache)
         return [r for p in [*found, *new] for r in groups[p]], cache
@@ -533,10 +535,3 @@ class TorchEngine(Engine):
 
     def wake(self) -> None:
         self.asleep = False
-
-
-def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest common prefix that leaves every prompt at least one token."""
-    low, high = min(prompts), max(prompts)  # the common prefix of these two is that of all
-    limit = min(map(len, prompts)) - 1
-    return low[: next((i for i in range(limit) if low[i] != high[i]), limit)]

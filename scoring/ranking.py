@@ -77,6 +77,21 @@ def read_qrels(path: str) -> Qrels:
     )
 
 
+def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
+    """Query id → gold passages (gain above 0), from qrels files; DataError if one is not in the
+    index."""
+    golds: dict[str, list[str]] = {}
+    for path in paths:
+        own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
+        wanted = {passage for passages in own.values() for passage in passages}
+        if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
+            raise DataError(
+                f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
+            )
+        golds |= {q: passages for q, passages in own.items() if passages}
+    return golds
+
+
 def read_run(path: str) -> Run:
     """Read a six-column TREC run, sorted by score; the rank column is ignored."""
     run = _read(path, "query-id Q0 passage-id rank score tag", "score", _score, "a number")

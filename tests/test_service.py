@@ -277,7 +277,7 @@ def raw_request(path: str, body: str, length: int | None = None) -> bytes:
 HITS = raw_request("/hits", '{"queries": ["red"], "k": 1}')
 
 
-def test_connections_that_keep_the_server_waiting_are_closed(listening):
+def test_connections_that_keep_the_server_waiting_are_closed(listening, caplog):
     stub, server, port = listening
     stub.go.set()
     begun = {
@@ -296,6 +296,7 @@ def test_connections_that_keep_the_server_waiting_are_closed(listening):
                 answer += part
         assert answer.startswith(b"HTTP/1.1 200" if "answer" in name else b""), name
         assert ("answer" in name) == bool(answer), name
+    assert not caplog.records  # a client that leaves is no error
 
 
 def test_a_peer_that_does_not_read_its_answer_is_given_up(listening):
