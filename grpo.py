@@ -318,13 +318,14 @@ def add_reference(reference: nn.Module, updates: list[Update], temperature: floa
     distributed.reshard(reference)
 
 
-SUMS = ("tokens", "kl", "clipped", "entropy", "engine_gap", "start_gap", "loss")
+MEANS = ("kl", "clipped", "entropy", "engine_gap", "start_gap")
+SUMS = ("tokens", *MEANS, "positive", "positive_logprob", "loss")
 
 
 def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A micro-batch's share of the loss (), SUMS over its trained tokens (7,) for the log, and the
+    """A micro-batch's share of the loss (), SUMS over its trained tokens (9,) for the log, and the
     largest difference to the engine's log-probabilities ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
@@ -343,7 +344,9 @@ def policy_loss(
     loss = aggregate(per_token - cfg.entropy_coef * entropy, mask, cfg.loss_mode, denominator)
     with torch.no_grad():
         gap = torch.where(mask, difference(old, part.logprobs).abs(), 0.0)
-        values = (mask, kl, clipped, -logprobs, gap, start_gap)
+        positive = part.advantages[:, None] > 0
+        rising = torch.where(positive, logprobs, 0.0)
+        values = (mask, kl, clipped, -logprobs, gap, start_gap, positive, rising)
         sums = [torch.where(mask, x, 0.0).sum(dtype=torch.float64) for x in values]
         return loss, torch.stack([*sums, loss.double()]), gap.max()
 
@@ -384,10 +387,11 @@ def update(
         gaps += [gap for _, gap in measured]
     totals = dict(zip(SUMS, distributed.all_reduce_sum(sums.tolist())))
     tokens = totals["tokens"] or math.nan  # all groups flat: the means are unknown, not 0
-    means = {key: totals[key] / tokens for key in SUMS[1:-1]}
+    means = {key: totals[key] / tokens for key in MEANS}
     return {
         "loss": totals["loss"] / len(updates),
         **means,
+        "positive_logprob": totals["positive_logprob"] / (totals["positive"] or math.nan),
         "engine_gap_max": max(distributed.gather_objects(float(torch.stack(gaps).max()))),
         "grad_norm": norm,
         "skipped": skipped,

@@ -1,12 +1,13 @@
 """Metrics of a training step, log lines, and signs of a collapsed policy.
 
-A row is a rollout as logged: group, reward (None: technical failure), advantage, well_formed,
-tokens, end; and rank and rewrite, or `measure` of its task.
+A row is a rollout as logged: group, response, reward (None: technical failure), advantage,
+well_formed, tokens, end; and rank and rewrite, or `measure` of its task.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 
@@ -24,6 +25,10 @@ def step_figures(rows: list[dict]) -> dict[str, float]:
     for r in scored:
         flat[r["group"]] = flat.get(r["group"], True) and r["advantage"] == 0
     n, rewards = max(1, len(scored)), [r["reward"] for r in scored]
+    thoughts = re.findall(
+        r"<think>(.*?)</think>", "\n".join(r["response"] for r in rows), re.DOTALL
+    )
+    words = " ".join(thoughts).split()
     return {
         "reward": sum(rewards) / n,
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
@@ -31,6 +36,8 @@ def step_figures(rows: list[dict]) -> dict[str, float]:
         **(answer_means(scored) if rows and "f1" in rows[0] else rank_means(scored)),
         "flat_groups": sum(flat.values()) / max(1, len(flat)),
         "response_tokens": mean([r["tokens"] for r in rows]),
+        "think_words": len(words) / max(1, len(rows)),
+        "think_distinct": len(set(words)) / max(1, len(words)),
         "length_stops": mean([r["end"] == "length" for r in rows]),
         "failed": len(rows) - len(scored),
     }

@@ -414,7 +414,15 @@ def test_flat_groups_left_out_of_the_update_change_neither_loss_nor_gradient(dis
         optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
         stats = grpo.update(policy, optimizer, updates, cfg, dist)
         seen.append((stats, [distributed.full_tensor(p.detach()) for p in policy.parameters()]))
+    model, means = tiny.tiny_lm(seed=1), []
+    for r, advantage in zip(rollouts, advantages):
+        ids = torch.tensor([r.prompt_ids + r.response_ids])
+        logprobs = (model(ids).logits[0, :-1] / cfg.temperature).log_softmax(-1)
+        own = logprobs.gather(1, ids[0, 1:, None])[len(r.prompt_ids) - 1 :, 0]
+        means += own[torch.tensor(r.loss_mask).bool()].tolist() if advantage > 0 else []
     (kept, weights), (left_out, same) = seen
+    for stats in (kept, left_out):
+        assert stats["positive_logprob"] == pytest.approx(sum(means) / len(means), rel=1e-5)
     assert left_out["tokens"] < kept["tokens"]
     assert left_out["loss"] == pytest.approx(kept["loss"], abs=1e-6)
     assert left_out["grad_norm"] == pytest.approx(kept["grad_norm"], rel=1e-5)

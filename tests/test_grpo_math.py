@@ -308,6 +308,7 @@ def test_equal_is_judged_by_the_size_of_the_rewards(rewards, flat):
     rows = [
         dict(
             group=0,
+            response="",
             reward=r,
             advantage=a,
             well_formed=True,
@@ -319,6 +320,19 @@ def test_equal_is_judged_by_the_size_of_the_rewards(rewards, flat):
         for r, a in zip(rewards, found.tolist())
     ]
     assert step_figures(rows)["flat_groups"] == flat
+
+
+def test_a_think_block_that_shrinks_to_a_set_phrase_is_seen():
+    row = dict(group=0, reward=1.0, advantage=0.0, well_formed=True, tokens=1, end="eos")
+    row |= dict(rank=1, rewrite="q")
+    several = [
+        row | {"response": f"<think>{t}</think><rewrite>q</rewrite>"} for t in ("a b", "c\nd")
+    ]
+    figures = step_figures([*several, row | {"response": "no <think> block"}])
+    assert figures["think_words"] == pytest.approx(4 / 3) and figures["think_distinct"] == 1.0
+    figures = step_figures([row | {"response": "<think>as asked</think>"}] * 8)
+    assert figures["think_words"] == 2.0 and figures["think_distinct"] == 2 / 16
+    assert step_figures([row | {"response": ""}])["think_distinct"] == 0.0
 
 
 INFINITE = [
