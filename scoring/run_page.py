@@ -33,7 +33,7 @@ ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "fail
 GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # which value is better
 SHARES = re.compile(
     r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
-    r"|heldout_acc"
+    r"|heldout_acc|think_d"
 )
 INSIDE = {"seconds_search"}  # part of seconds_sample
 
