@@ -404,10 +404,11 @@ def make_server(service: Service) -> Any:
         def look(self, before: tuple | None) -> None:
             cycle, unsent = self.cycle, self.transport.get_write_buffer_size()
             searching = cycle and not cycle.response_complete and not cycle.more_body
-            if (cycle, unsent) == before and not searching:
+            now = None if searching else (cycle, unsent)
+            if now and now == before:
                 self.transport.abort()
             else:
-                self.timer = self.loop.call_later(PATIENCE, self.look, (cycle, unsent))
+                self.timer = self.loop.call_later(PATIENCE, self.look, now)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
