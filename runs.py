@@ -243,8 +243,21 @@ def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
     return {key: values[key] for key in keys} | digests
 
 
-def changed_setting(before: dict, now: dict) -> str:
-    """Describe the first setting that changed, else ""; files are compared by digest."""
+def flat(values: dict) -> dict:
+    """{"a": {"b": 1}} → {"a.b": 1}"""
+    out = {}
+    for key, value in values.items():
+        inner = flat(value) if isinstance(value, dict) else {}
+        out |= {f"{key}.{k}": v for k, v in inner.items()} or {key: value}
+    return out
+
+
+def changed_setting(before: dict, now: dict, defaults: dict | None = None) -> str:
+    """Describe the first setting that changed, else ""; files are compared by digest.
+
+    defaults: what a setting was that `before`, of an older version, does not have
+    """
+    before, now = flat(defaults or {}) | flat(before), flat(now)
 
     def split(value: object) -> tuple:  # (shown, compared)
         file = isinstance(value, list) and [type(part) for part in value] == [str, str]

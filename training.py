@@ -104,8 +104,8 @@ class Run:
 def steps(run: Run, row: dict, take: Callable, validate: Callable, noted: list[int]) -> None:
     """Take the steps after `row`'s: `take(run, 0-based step)` returns a row, kept in `history`.
 
-    After each: checkpoint, exit if a signal was noted, validate, log, guard. A failing validation
-    thus loses no step. A collective.
+    After each: checkpoint if due, exit if a signal was noted, validate, log, guard. A failing
+    validation thus loses no checkpoint. A collective.
     """
     tracked = Trackers(run.cfg.log_to if run.dist.rank == 0 else [], run.cfg, row["step"])
     while True:
@@ -232,7 +232,8 @@ def load_state(run: Run, folder: str, state: dict) -> dict:
             f"{folder} is no checkpoint of this version; finish the run with that which began it, "
             "or use another out folder"
         )
-    if change := runs.changed_setting(state["settings"], run.settings):
+    defaults = config.to_dict(type(run.cfg)())
+    if change := runs.changed_setting(state["settings"], run.settings, defaults):
         raise config.ConfigError(
             f"{folder} was made with other settings: {change}; use these, or another out folder"
         )

@@ -78,8 +78,8 @@ class EpisodeConfig:
     gold_weight: Annotated[float, above(0)] = 0.5
     """weight of gold_reward beside the answer's"""
     penalty: Annotated[float, at_least(0)] = 0.0
-    """taken from the reward for no answer, and again for no search: F1 alone can drift into not
-    answering (arXiv 2602.19526)"""
+    """taken from the reward for no or an empty answer, and again for no search: F1 alone can drift
+    into not answering (arXiv 2602.19526)"""
 
 
 def check_episode(cfg: EpisodeConfig, budget: int) -> None:
@@ -190,7 +190,8 @@ class Task:
         share = {"none": None, "recall": figures["gold_recall"], "all": figures["all_gold"]}
         if counts and share[cfg.gold_reward] is not None:
             reward += cfg.gold_weight * share[cfg.gold_reward]
-        return reward - cfg.penalty * ((episode.prediction is None) + (episode.searches == 0))
+        silent = not (episode.prediction or "").strip()
+        return reward - cfg.penalty * (silent + (episode.searches == 0))
 
     def validate(self, episodes: list[Episode], questions: list, dev: list) -> dict:
         """Means over the episodes of all ranks; a failed one scores 0 and is counted."""
@@ -203,7 +204,8 @@ class Task:
     def row(self, question: Question, episode: Episode, request: dict) -> dict:
         """Its trajectory with its reward."""
         (figures,) = self.measure([episode], [question])
-        reward = None if figures["failed"] else self.reward(episode, figures)
+        sampled = not figures["failed"] and episode.end != "too_long"
+        reward = self.reward(episode, figures) if sampled else None
         return trajectory_row(episode, question, self, request) | {"reward": reward}
 
     def means(self, rows: list[dict]) -> dict[str, float]:

@@ -25,9 +25,7 @@ def step_figures(rows: list[dict]) -> dict[str, float]:
     for r in scored:
         flat[r["group"]] = flat.get(r["group"], True) and r["advantage"] == 0
     n, rewards = max(1, len(scored)), [r["reward"] for r in scored]
-    thoughts = re.findall(
-        r"<think>(.*?)</think>", "\n".join(r["response"] for r in rows), re.DOTALL
-    )
+    thoughts = [t for r in rows for t in re.findall(r"<think>([^<]*)</think>", r["response"])]
     words = " ".join(thoughts).split()
     return {
         "reward": sum(rewards) / n,

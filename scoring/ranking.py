@@ -78,12 +78,14 @@ def read_qrels(path: str) -> Qrels:
 
 
 def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
-    """Query id → gold passages (gain above 0), from qrels files; DataError if one is not in the
-    index."""
+    """Query id → gold passages (gain above 0), from qrels files. DataError: a file without any, or
+    with one that is not in the index."""
     golds: dict[str, list[str]] = {}
     for path in paths:
         own = {q: [p for p, gain in js.items() if gain > 0] for q, js in read_qrels(path).items()}
         wanted = {passage for passages in own.values() for passage in passages}
+        if not wanted:
+            raise DataError(f"{path}: no passage has a gain above 0; give qrels with gold passages")
         if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
             raise DataError(
                 f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"

@@ -332,6 +332,9 @@ def test_a_think_block_that_shrinks_to_a_set_phrase_is_seen():
     assert figures["think_words"] == pytest.approx(4 / 3) and figures["think_distinct"] == 1.0
     figures = step_figures([row | {"response": "<think>as asked</think>"}] * 8)
     assert figures["think_words"] == 2.0 and figures["think_distinct"] == 2 / 16
+    cut = row | {"response": "<think>cut off <search>q</search> <result>a b c</result>"}
+    figures = step_figures([cut, row | {"response": "<think>as asked</think>"}])
+    assert figures["think_words"] == 1.0  # neither results nor another response's words count
     assert step_figures([row | {"response": ""}])["think_distinct"] == 0.0
 
 

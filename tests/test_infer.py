@@ -231,6 +231,11 @@ def test_settings_differ_by_content_and_in_every_part():
     assert (
         changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
     )
+    nested = {"episode": {"top_k": 5}}
+    now, defaults = {"episode": {"top_k": 5, "penalty": 0.0}}, {"episode": {"penalty": 0.0}}
+    assert changed_setting(nested, now, defaults) == ""  # an older version had no penalty
+    now["episode"]["penalty"] = 0.5
+    assert changed_setting(nested, now, defaults) == "episode.penalty was 0.0 and is 0.5"
     assert changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
     assert (
         changed_setting(before, {"betas": [0.8, 0.95]})

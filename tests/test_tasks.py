@@ -75,6 +75,7 @@ def test_no_answer_and_no_search_each_cost_the_penalty(dist):
         ([THINK, ANSWER], 1.0),  # searched and answered
         ([ANSWER], 0.75),  # answered at once
         ([THINK, "<think>I give up.</think>"], -0.25),
+        ([THINK, ANSWER.replace("Lima", " ")], 0.1 - 0.25),  # an empty box
         (["<think>I give up.</think>"], -0.5),
     ):
         (e,), _ = play(task, script)
