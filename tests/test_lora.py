@@ -914,7 +914,7 @@ def test_sft_run_resumes_bit_for_bit_and_goes_on_with_its_adapter(
         files[0] == files[1]
         and whole["heldout_loss"] < metrics(tmp_path / "whole")[0]["heldout_loss"]
     )
-    with pytest.raises(data.DataError, match="lora was .* and is .*overwrite=true"):
+    with pytest.raises(data.DataError, match="lora.dropout was 0.1 and is 0.0.*overwrite=true"):
         sft.main(sft_config(qwen, path, tmp_path / "whole", lora=LORA))
     # from the adapter, without merging it: the held-out loss begins dist it ended
     again = sft.main(sft_config(whole["model"], path, tmp_path / "again", epochs=1, seed=0))[
