@@ -18,7 +18,7 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -33,7 +33,7 @@ from runs import atomic_write, read_json, write_jsonl  # noqa: E402
 from scoring.ranking import bootstrap_interval, means, read_golds, read_run  # noqa: E402
 from tasks import TaskConfig, open_task  # noqa: E402
 
-from bench.study import Study, join, machine, tool  # noqa: E402
+from bench.study import Study, join, tool  # noqa: E402
 
 EPISODE = "top_k=2 max_rounds=4 max_calls=3 result_tokens=320 turn_tokens=96"
 BUDGET = 900  # tokens of an episode
@@ -205,24 +205,16 @@ def two_queries(question: Question, golds: list) -> list[tuple[str, str]]:
 
 
 def train(cfg: SearchStudyConfig) -> dict:
-    """All arms, `parallel` commands at a time."""
     make_data(cfg)
     study = SearchStudy(cfg)
-    with ThreadPoolExecutor(cfg.parallel) as pool:
-        try:
-            needed = dict.fromkeys(ARMS[name].experts for name in cfg.arms)
-            warm = {experts: pool.submit(study.imitate, experts) for experts in needed}
-            done = [pool.submit(study.train, name, warm) for name in cfg.arms]
-            done += [pool.submit(study.answer_after, experts, warm[experts]) for experts in needed]
-            failures = [future.exception() for future in done if future.exception()]
-        except BaseException:
-            study.stop()
-            raise
-    with atomic_write(f"{cfg.work}/machine.json") as f:
-        json.dump(machine(), f)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return {"arms": len(cfg.arms), "failed": len(failures)}
+
+    def submit(pool: ThreadPoolExecutor) -> list[Future]:
+        needed = dict.fromkeys(ARMS[name].experts for name in cfg.arms)
+        warm = {experts: pool.submit(study.imitate, experts) for experts in needed}
+        after = [pool.submit(study.answer_after, experts, warm[experts]) for experts in needed]
+        return [*after, *(pool.submit(study.train, name, warm) for name in cfg.arms)]
+
+    return study.run(submit)
 
 
 class SearchStudy(Study):

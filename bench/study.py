@@ -21,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Literal
@@ -175,6 +176,20 @@ class Study:
         for process in running:
             process.terminate()
 
+    def run(self, submit: Callable[[ThreadPoolExecutor], list[Future]]) -> dict:
+        """Wait for what `submit` starts, `parallel` commands at a time; print failures."""
+        with ThreadPoolExecutor(self.cfg.parallel) as pool:
+            try:
+                failures = [done.exception() for done in submit(pool) if done.exception()]
+            except BaseException:
+                self.stop()
+                raise
+        with atomic_write(f"{self.cfg.work}/machine.json") as f:
+            json.dump(machine(), f)
+        for failure in failures:
+            print(failure, file=sys.stderr)
+        return {"arms": len(self.cfg.arms), "failed": len(failures)}
+
     def call(self, name: str, tool: str, words: str, end: float | None = None) -> None:
         """Run a tool once; RuntimeError with the end of its log unless it ends well or at `end`."""
         note = f"{self.cfg.work}/commands/{name}.json"
@@ -270,31 +285,18 @@ def chosen(cfg: StudyConfig, name: str) -> str:
 
 
 def train(cfg: StudyConfig) -> dict:
-    """All arms, `parallel` commands at a time."""
     make_data(cfg)
     study, shots = Study(cfg), "prompt=few-shot examples=demo/examples.jsonl"
-    needed = {ALL[name].data for name in cfg.arms}
-    with ThreadPoolExecutor(cfg.parallel) as pool:
-        try:
-            sampled = {
-                name: pool.submit(study.sample, name) for name in sorted(needed, reverse=True)
-            }
-            base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
-            warm = {
-                name: pool.submit(study.warm_up, name, sampled)
-                for name in cfg.arms
-                if not ALL[name].start
-            }
-            arms = [pool.submit(study.train, name, warm) for name in cfg.arms]
-            failures = [done.exception() for done in [*base, *arms] if done.exception()]
-        except BaseException:
-            study.stop()
-            raise
-    with atomic_write(f"{cfg.work}/machine.json") as f:
-        json.dump(machine(), f)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return {"arms": len(cfg.arms), "failed": len(failures)}
+    own = [name for name in cfg.arms if not ALL[name].start]  # with a warm-up
+
+    def submit(pool: ThreadPoolExecutor) -> list[Future]:
+        needed = sorted({ALL[name].data for name in cfg.arms}, reverse=True)
+        sampled = {name: pool.submit(study.sample, name) for name in needed}
+        base = pool.submit(study.rewrite, "base", cfg.model, shots)
+        warm = {name: pool.submit(study.warm_up, name, sampled) for name in own}
+        return [base, *(pool.submit(study.train, name, warm) for name in cfg.arms)]
+
+    return study.run(submit)
 
 
 def machine() -> dict:
