@@ -28,7 +28,7 @@ import report
 import runs
 import training
 from batching import MicroBatch, Update, deal_out, plan_updates, training_batch
-from config import FINITE, above, at_least
+from config import FINITE, Only, above, at_least
 from distributed import Dist
 from engines.base import Rollout, Sampling
 from lora import starting_weights
@@ -88,7 +88,11 @@ class GRPOConfig(TaskConfig, TrainConfig):
     loss_mode: Literal["token_mean", "seq_mean_token_mean", "seq_sum_norm"] = "token_mean"
     """how token losses add up (grpo.aggregate)"""
     importance_cap: Annotated[float | None, at_least(1)] = None
-    """weight each token by min(π_trainer / π_engine, cap); null: not weighted"""
+    """correct for sampling with the engine's rounding: weights π_trainer / π_engine, limited by this;
+    null: not weighted"""
+    importance_level: Annotated[Literal["token", "sequence"], Only("importance_cap")] = "token"
+    """what has a weight (grpo.importance_weights): a token, cut off at the cap, or a response, left
+    out beyond it"""
     gather_once: bool = True
     """hold the gathered weights for a whole update (2 bytes a parameter)"""
     reduce_each: bool = False
@@ -163,10 +167,21 @@ def clipped_policy_loss(
     return torch.maximum(free, clipped), clipped > free
 
 
-def truncated_importance(logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(π_trainer / π_engine, cap) a token (B, T), without gradient."""
-    log_ratio = difference(logprobs, engine_logprobs).detach().clamp(-20.0, 20.0)
-    return torch.exp(log_ratio).clamp(max=cap)
+def importance_weights(
+    logprobs: Tensor, engine_logprobs: Tensor, loss_mask: Tensor, cap: float, level: str = "token"
+) -> Tensor:
+    """π_trainer / π_engine, (B, T), without gradient, of log-probabilities (B, T) under loss_mask.
+
+    `token`: min(ratio, cap), truncated importance sampling.
+    `sequence`: the product of a response's ratios at each of its tokens, 0 beyond the cap (TRL's
+    sequence_mask).
+    """
+    log_ratio = difference(logprobs, engine_logprobs).detach()
+    log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
+    if level == "token":
+        return torch.exp(log_ratio.clamp(-20.0, 20.0)).clamp(max=cap)
+    ratio = torch.exp(log_ratio.sum(-1, keepdim=True).clamp(-20.0, 20.0))
+    return torch.where(ratio > cap, 0.0, ratio).expand_as(log_ratio)
 
 
 def aggregate(per_token: Tensor, loss_mask: Tensor, mode: str, denominator: float) -> Tensor:
@@ -319,13 +334,13 @@ def add_reference(reference: nn.Module, updates: list[Update], temperature: floa
 
 
 MEANS = ("kl", "clipped", "entropy", "engine_gap", "start_gap")
-SUMS = ("tokens", *MEANS, "positive", "positive_logprob", "loss")
+SUMS = ("tokens", *MEANS, "positive", "positive_logprob", "weight", "weight_squared", "loss")
 
 
 def policy_loss(
     policy: nn.Module, cfg: GRPOConfig, denominator: float, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A micro-batch's share of the loss (), SUMS over its trained tokens (9,) for the log, and the
+    """A micro-batch's share of the loss (), SUMS over its trained tokens (11,) for the log, and the
     largest difference to the engine's log-probabilities ()."""
     part, mask = micro.part, micro.part.loss_mask.bool()  # (b, T), as all per-token tensors here
     if cfg.entropy_coef:
@@ -334,8 +349,10 @@ def policy_loss(
         logprobs, entropy = packed_logprobs(policy, micro.packed, cfg.temperature), 0.0
     old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
     per_token, clipped = clipped_policy_loss(logprobs, old, part.advantages, cfg.clip_eps)
+    cap = math.inf if cfg.importance_cap is None else cfg.importance_cap
+    weights = importance_weights(old, part.logprobs, mask, cap, cfg.importance_level)
     if cfg.importance_cap is not None:
-        per_token = per_token * truncated_importance(old, part.logprobs, cfg.importance_cap)
+        per_token = per_token * weights
     kl = start_gap = torch.full_like(per_token, math.nan)  # without a reference: unknown, not 0
     if micro.ref_logprobs is not None:
         start_gap = difference(micro.ref_logprobs, part.logprobs).abs()
@@ -346,7 +363,8 @@ def policy_loss(
         gap = torch.where(mask, difference(old, part.logprobs).abs(), 0.0)
         positive = part.advantages[:, None] > 0
         rising = torch.where(positive, logprobs, 0.0)
-        values = (mask, kl, clipped, -logprobs, gap, start_gap, positive, rising)
+        seen = weights.double()
+        values = (mask, kl, clipped, -logprobs, gap, start_gap, positive, rising, seen, seen**2)
         sums = [torch.where(mask, x, 0.0).sum(dtype=torch.float64) for x in values]
         return loss, torch.stack([*sums, loss.double()]), gap.max()
 
@@ -392,6 +410,8 @@ def update(
         "loss": totals["loss"] / len(updates),
         **means,
         "positive_logprob": totals["positive_logprob"] / (totals["positive"] or math.nan),
+        "effective_samples": totals["weight"] ** 2
+        / (tokens * (totals["weight_squared"] or math.nan)),
         "engine_gap_max": max(distributed.gather_objects(float(torch.stack(gaps).max()))),
         "grad_norm": norm,
         "skipped": skipped,

@@ -56,6 +56,7 @@ ARMS = {
     "twice-recall": Arm("twice", "recall"),
     "twice-all": Arm("twice", "all"),
     "twice-all-1": Arm("twice", "all", seed=1),
+    "twice-all-2": Arm("twice", "all", seed=2),
     "once-all": Arm("once", "all"),
     "once-none": Arm("once", "none"),
     "once-penalty": Arm("once", "none", penalty=0.2),

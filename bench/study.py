@@ -94,7 +94,18 @@ ABLATIONS = {
     for seed in (0, 1)
     for reward in list(REWARDS)[1:]
 }
-ALL = ARMS | ABLATIONS
+VLLM = "engine.kind=vllm engine.gpu_memory=0.1"
+CORRECTIONS = {
+    f"vllm-{name}-{seed}": squad(seed, f"{VLLM} {words}".strip())
+    for seed in range(3)
+    for name, words in {
+        "none": "",
+        "token": "importance_cap=2",
+        "sequence": "importance_cap=3 importance_level=sequence",
+    }.items()
+}
+NAMED = {"ablations": ABLATIONS, "corrections": CORRECTIONS}
+ALL = ARMS | ABLATIONS | CORRECTIONS
 
 
 @dataclass
@@ -113,7 +124,8 @@ class StudyConfig:
     encoder: str = "models/minilm"
     """evaluate: the encoder of the second search engine; empty: BM25 alone"""
     arms: list[str] = field(default_factory=lambda: list(ARMS))
-    """which to train; ablations: GRPO on squad, one setting changed at a time"""
+    """which to train; ablations: GRPO on squad, one setting changed at a time; corrections: with
+    vLLM as the engine, weighted for its rounding or not"""
     steps: int = 100
     """of GRPO"""
     parallel: int = 1
@@ -252,7 +264,7 @@ class Study:
     def train(self, name: str, warm: dict) -> None:
         """One arm's GRPO, and the rewrites before and after it."""
         cfg, arm = self.cfg, ALL[name]
-        if (arm.start or name) in warm:
+        if arm.start != "model":
             warm[arm.start or name].result()
         if arm.given:
             return self.rewrite(name, start(cfg, name))
@@ -287,14 +299,16 @@ def chosen(cfg: StudyConfig, name: str) -> str:
 def train(cfg: StudyConfig) -> dict:
     make_data(cfg)
     study, shots = Study(cfg), "prompt=few-shot examples=demo/examples.jsonl"
-    own = [name for name in cfg.arms if not ALL[name].start]  # with a warm-up
+    own = dict.fromkeys(ALL[name].start or name for name in cfg.arms)  # with a warm-up
+    own.pop("model", None)
 
     def submit(pool: ThreadPoolExecutor) -> list[Future]:
         needed = sorted({ALL[name].data for name in cfg.arms}, reverse=True)
         sampled = {name: pool.submit(study.sample, name) for name in needed}
-        base = pool.submit(study.rewrite, "base", cfg.model, shots)
+        base = [pool.submit(study.rewrite, "base", cfg.model, shots)]
+        base.append(pool.submit(study.rewrite, "base-zero", cfg.model))
         warm = {name: pool.submit(study.warm_up, name, sampled) for name in own}
-        return [base, *(pool.submit(study.train, name, warm) for name in cfg.arms)]
+        return [*base, *(pool.submit(study.train, name, warm) for name in cfg.arms)]
 
     return study.run(submit)
 
@@ -448,8 +462,7 @@ def adapter(cfg: StudyConfig) -> dict:
 
 
 def main(cfg: StudyConfig) -> dict | None:
-    if cfg.arms == ["ablations"]:
-        cfg.arms = list(ABLATIONS)
+    cfg.arms = [arm for name in cfg.arms for arm in NAMED.get(name, [name])]
     if unknown := [name for name in cfg.arms if name not in ALL]:
         raise ConfigError(f"arms: there is no {unknown[0]!r}; there are {', '.join(ALL)}")
     if cfg.stage == "train" and not cfg.data:

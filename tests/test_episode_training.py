@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -107,22 +108,36 @@ def gradients(rollouts, advantages, dist, **changes):
     return found, stats
 
 
-def by_hand(rollouts, advantages, mode):
-    """Loss over the model's own tokens in plain loops, float64, no formula of the project; its gradient."""
+def by_hand(rollouts, advantages, mode, level=None, cap=None):
+    """Loss over the model's own tokens in plain loops, float64, no formula of the project; its gradient.
+
+    With `level` the policy's part is weighted by the ratio to the engine, limited by `cap`.
+    """
     policy, reference = tiny.tiny_lm(seed=1).double(), tiny.tiny_lm(seed=2).double()
     rows = []
     for r, a in zip(rollouts, advantages):
         ids = torch.tensor([r.prompt_ids + r.response_ids])
         mine, ref = (torch.log_softmax(m(ids).logits[0], -1) for m in (policy, reference))
         losses = []
+        ratios = {
+            i: math.exp(mine[len(r.prompt_ids) + i - 1, token].item() - r.logprobs[i])
+            for i, token in enumerate(r.response_ids)
+            if r.loss_mask[i]
+        }
+        whole = math.prod(ratios.values())
         for i, token in enumerate(r.response_ids):
             if r.loss_mask[i]:
+                weight = 1.0
+                if level == "token":
+                    weight = min(ratios[i], cap)
+                if level == "sequence":
+                    weight = whole if whole <= cap else 0.0
                 at = len(r.prompt_ids) + i - 1
                 d = ref[at, token].detach() - mine[at, token]
                 kl = torch.exp(d) - d - 1 if d <= 5 else math.exp(5) * (1 + d - 5) - d - 1
                 entropy = -(mine[at].exp() * mine[at]).sum()
                 losses.append(
-                    -a * torch.exp(mine[at, token] - mine[at, token].detach())
+                    -a * weight * torch.exp(mine[at, token] - mine[at, token].detach())
                     + 0.1 * kl
                     - 0.01 * entropy
                 )
@@ -151,6 +166,30 @@ def test_injected_tokens_are_in_no_loss_kl_entropy_or_denominator(mode, dist):
         == sum(sum(e.loss_mask) for e in done)
         < sum(len(e.response_ids) for e in done)
     )
+
+
+@pytest.mark.parametrize("level, cap", [("token", 1.05), ("sequence", 2.0)])
+def test_weights_for_the_engine_through_the_whole_update(level, cap, dist):
+    """Engine log-probabilities that are off by up to .2: some tokens are cut off, some responses left out."""
+    done, lm, _ = noisy_episodes()
+    rng = random.Random(0)
+    off = [replace(e, logprobs=own_logprobs(e, rng)) for e in done]
+    advantages = [0.5, -1.0, 0.25, 1.0, -0.5, 0.75]
+    changes = {"importance_cap": cap, "importance_level": level}
+    found, stats = gradients(off, advantages, dist, max_response_tokens=300, **changes)
+    for name, gradient in by_hand(off, advantages, "token_mean", level, cap).items():
+        torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=1e-3)
+    without, _ = gradients(off, advantages, dist, max_response_tokens=300)
+    assert any((found[name] - without[name]).abs().max() > 1e-3 for name in found)
+    assert 0.2 < stats["effective_samples"] < 0.999
+
+
+def own_logprobs(e, rng):
+    """The policy's log-probabilities of an episode's response, each off by up to .2."""
+    ids = torch.tensor([e.prompt_ids + e.response_ids])
+    with torch.no_grad():
+        found = token_logprobs(tiny.tiny_lm(seed=1), ids, torch.ones_like(ids))[0]
+    return [lp + rng.uniform(-0.2, 0.2) for lp in found[len(e.prompt_ids) - 1 :].tolist()]
 
 
 def test_what_stands_at_injected_positions_never_matters(dist):

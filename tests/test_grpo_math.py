@@ -12,12 +12,12 @@ from scoring.health import collapse_reason, step_figures
 from engines.torch_engine import sample_tokens
 from rollout import EngineGap
 from grpo import (
+    importance_weights,
     aggregate,
     clipped_policy_loss,
     group_advantages,
     loss_denominator,
     low_var_kl,
-    truncated_importance,
 )
 
 
@@ -244,9 +244,17 @@ def test_kl_is_applied_once():
     assert aggregate(per_token, torch.ones(1, 4), "token_mean", 4).item() == pytest.approx(0.7)
 
 
-def test_truncated_importance():
-    w = truncated_importance(torch.tensor([[0.0, -1.0, 5.0]]), torch.tensor([[0.0, 0.0, 0.0]]), 2.0)
-    assert torch.allclose(w, torch.tensor([[1.0, math.exp(-1), 2.0]]))
+def test_importance_weights_by_hand():
+    trainer = torch.tensor([[0.0, -1.0, 5.0, 0.0], [0.3, 0.2, -0.1, 9.0], [0.4, 0.4, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 0, 1]])
+    engine = torch.zeros(3, 4)
+    token = importance_weights(trainer, engine, mask, 2.0)
+    e = math.exp
+    assert torch.allclose(token[0, :3], torch.tensor([1.0, e(-1), 2.0]))
+    assert torch.allclose(token[1, :3], torch.tensor([e(0.3), e(0.2), e(-0.1)]))
+    whole = importance_weights(trainer, engine, mask, 2.0, "sequence")
+    assert whole.shape == (3, 4)
+    assert torch.allclose(whole, torch.tensor([[0.0], [e(0.4)], [0.0]]).expand(3, 4))
 
 
 def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
@@ -354,7 +362,10 @@ def test_loss_and_kl_are_finite_for_infinite_log_probabilities(a, b):
     loss, _ = clipped_policy_loss(logprobs, other, torch.tensor([1.5]), 0.2)
     kl = low_var_kl(logprobs, other)
     assert torch.isfinite(loss).all() and torch.isfinite(kl).all()
-    assert torch.isfinite(truncated_importance(logprobs, other, 2.0)).all()
+    assert all(
+        torch.isfinite(importance_weights(logprobs, other, torch.ones(1, 2), 2.0, level)).all()
+        for level in ("token", "sequence")
+    )
     (loss.sum() + kl.sum()).backward()
     assert torch.isfinite(logprobs.grad).all() and float(logprobs.grad[0, 1]) == pytest.approx(-1.5)
 
