@@ -1,6 +1,7 @@
-"""Did a GRPO run learn?  Mean reward of the first and last ten steps with standard errors, and validation MRR, from metrics.jsonl.
+"""How a GRPO run went: mean reward of its first and last ten steps with standard errors, its figures on dev, its health.
 
-python bench/trend.py bench/results/long_run_demo/metrics.jsonl …      prints one JSON line a file and writes trend.json beside it
+python bench/trend.py bench/results/long_run_demo …      a run's folder; prints one JSON line a run and writes trend.json into it
+python bench/trend.py out=bench/results/health.json runs/health/*/grpo      all in one file
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ import math
 import os
 import sys
 
+WINDOW = 10
+DEV = ("dev_mrr", "dev_f1", "dev_all_gold")
+HEALTH = """reward format_rate well_formed answered entropy kl flat_groups response_tokens think_words think_distinct
+searches all_gold positive_logprob engine_gap effective_samples grad_norm""".split()
+
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """Mean and standard error of the mean (unbiased deviation / sqrt(n))."""
@@ -17,30 +23,54 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
 
 
-def trend(path: str, window: int = 10) -> dict:
+def trend(folder: str) -> dict:
     """Figures of one run."""
-    with open(path, encoding="utf-8") as f:
+    with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
         rows = [json.loads(line) for line in f]
-    rewards = [r["reward"] for r in rows if r["step"]]
-    (first, e1), (last, e2) = mean_and_error(rewards[:window]), mean_and_error(rewards[-window:])
-    dev = {r["step"]: r["dev_mrr"] for r in rows if "dev_mrr" in r}
+    steps = [row for row in rows if row["step"]]
+    rewards = [row["reward"] for row in steps]
+    (first, e1), (last, e2) = mean_and_error(rewards[:WINDOW]), mean_and_error(rewards[-WINDOW:])
+    windows = [steps[i : i + WINDOW] for i in range(0, len(steps), WINDOW)]
     return {
-        "file": path,
+        "run": folder,
         "steps": len(rewards),
         "reward_first": round(first, 4),
         "reward_first_error": round(e1, 4),
         "reward_last": round(last, 4),
         "reward_last_error": round(e2, 4),
         "rise_in_errors": round((last - first) / math.hypot(e1, e2), 1),
-        "format_rate_first": rows[1]["format_rate"],
-        "format_rate_last": rows[-1]["format_rate"],
-        "dev_mrr": dev,
+        **{key: {r["step"]: r[key] for r in rows if key in r} for key in DEV if key in rows[0]},
+        "means_of_ten_steps": {
+            key: [mean(row[key] for row in window) for window in windows]
+            for key in HEALTH
+            if key in steps[0]
+        },
+        "stopped": stop_reason(folder),
     }
 
 
+def mean(values) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known) / len(known), 4) if known else None
+
+
+def stop_reason(folder: str) -> str | None:
+    """Why the run stopped itself; None where it ended well, or was ended."""
+    try:
+        with open(f"{folder}/exit.json", encoding="utf-8") as f:
+            return json.load(f).get("error")
+    except FileNotFoundError:
+        return None
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        result = trend(name)
-        print(json.dumps(result))
-        with open(os.path.join(os.path.dirname(name), "trend.json"), "w", encoding="utf-8") as out:
-            json.dump(result, out, indent=1)
+    out = [word for word in sys.argv[1:] if word.startswith("out=")]
+    runs = [trend(folder.rstrip("/")) for folder in sys.argv[1:] if folder not in out]
+    for run in runs:
+        print(json.dumps(run))
+        if not out:
+            with open(os.path.join(run["run"], "trend.json"), "w", encoding="utf-8") as f:
+                json.dump(run, f, indent=1)
+    if out:
+        with open(out[0].removeprefix("out="), "w", encoding="utf-8") as f:
+            json.dump(runs, f, separators=(",", ":"))

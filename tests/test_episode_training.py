@@ -447,7 +447,7 @@ def test_inference_refuses_what_cannot_work(world, monkeypatch):
         infer.main(infer.InferConfig(**base))
     broken = search_task(Search(lambda queries, k: 1 / 0), tok=load_tokenizer("lm"))
     monkeypatch.setattr(infer, "open_task", lambda *a: broken)
-    with pytest.raises(tools.ToolsAway, match="failed in their tools"):
+    with pytest.raises(tools.ToolsAway, match="that called a tool failed in it"):
         infer.main(infer.InferConfig(**base, chunk=2, temperature=0.0, max_response_tokens=200))
 
 
