@@ -88,8 +88,7 @@ class GRPOConfig(TaskConfig, TrainConfig):
     loss_mode: Literal["token_mean", "seq_mean_token_mean", "seq_sum_norm"] = "token_mean"
     """how token losses add up (grpo.aggregate)"""
     importance_cap: Annotated[float | None, at_least(1)] = None
-    """correct for sampling with the engine's rounding: weights π_trainer / π_engine, limited by this;
-    null: not weighted"""
+    """correct for the engine's rounding by weights π_trainer / π_engine up to this; null: none"""
     importance_level: Annotated[Literal["token", "sequence"], Only("importance_cap")] = "token"
     """what has a weight (grpo.importance_weights): a token, cut off at the cap, or a response, left
     out beyond it"""
