@@ -174,7 +174,7 @@ def begin(cfg: InferConfig, task: Task) -> None:
     """Check the settings of an earlier output, or remove it (rank 0)."""
     settings = runs.settings(cfg, SETTINGS, ["model"]) | task.settings(cfg)
     there = map(glob.escape, [cfg.out, *parts_of(cfg.out)])
-    runs.begin_output(f"{cfg.out}.meta.json", settings, there, cfg.overwrite)
+    runs.begin_output(f"{cfg.out}.meta.json", settings, there, cfg)
     save_config(cfg, f"{cfg.out}.config.yaml")
 
 

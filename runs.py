@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import time
-from typing import Iterable
+from typing import Any, Iterable
 
 import data
 from config import ConfigError, to_dict
@@ -271,15 +271,16 @@ def changed_setting(before: dict, now: dict, defaults: dict | None = None) -> st
     return ""
 
 
-def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) -> None:
+def begin_output(meta: str, now: dict, outputs: Iterable[str], cfg: Any) -> None:
     """Begin or continue an output: `outputs` are globs of its files, `meta` stores its settings.
 
-    `overwrite` removes the files. DataError if there is output of other settings than `now`.
+    `cfg.overwrite` removes the files. DataError if there is output of other settings than `now`; a
+    setting that an older version lacks was at its default in `cfg`.
     """
     there = [path for pattern in outputs for path in glob.glob(pattern)]
-    for path in there if overwrite else []:
+    for path in there if cfg.overwrite else []:
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-    if overwrite or not any(map(os.path.getsize, there)):
+    if cfg.overwrite or not any(map(os.path.getsize, there)):
         return write_json(meta, now)
     try:
         before = read_json(meta)
@@ -289,7 +290,7 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], overwrite: bool) 
         raise DataError(
             f"there is output, but no {meta}: it is another tool's; choose another output"
         )
-    if change := changed_setting(before, now):
+    if change := changed_setting(before, now, to_dict(type(cfg)())):
         raise DataError(
             f"{meta}: this output was begun with other settings: {change}; choose another "
             "output, or overwrite=true to begin anew"

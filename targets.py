@@ -45,7 +45,7 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> d
     if dist.rank == 0:
         patterns = [os.path.join(glob.escape(cfg.out), name) for name in outputs]
         meta = os.path.join(cfg.out, f"{stage}.settings.json")
-        runs.begin_output(meta, settings, patterns, cfg.overwrite)
+        runs.begin_output(meta, settings, patterns, cfg)
         name = "config.yaml" if stage == "train" else "sample.config.yaml"
         save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)

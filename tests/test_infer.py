@@ -386,9 +386,19 @@ def test_output_of_another_tool_is_left_alone(tmp_path):
             str(tmp_path / "x.jsonl.meta.json"),
             {"a": 1},
             [str(tmp_path / "x.jsonl*")],
-            overwrite=False,
+            infer.InferConfig(),
         )
     assert os.listdir(tmp_path) == ["x.jsonl"]
+
+
+def test_output_of_a_version_without_a_setting_goes_on_at_its_default(tmp_path):
+    meta, out = str(tmp_path / "o.jsonl.meta.json"), str(tmp_path / "o.jsonl")
+    (tmp_path / "o.jsonl").write_text("a line\n")
+    (tmp_path / "o.jsonl.meta.json").write_text('{"temperature": 0.7}')
+    now = {"temperature": 0.7, "episode.penalty": 0.0}
+    begin_output(meta, now, [out], infer.InferConfig())
+    with pytest.raises(data.DataError, match="episode.penalty was 0.0 and is 0.2"):
+        begin_output(meta, now | {"episode.penalty": 0.2}, [out], infer.InferConfig())
 
 
 def test_what_failed_for_a_technical_reason_is_asked_again(lm, tmp_path, scripted):
