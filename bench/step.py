@@ -2,6 +2,7 @@
 
     python bench/step.py --shape 3b --engine torch vllm --peer hf vllm --peer-script trl_grpo.py
     torchrun --nproc-per-node 2 bench/step.py --shape 3b            the same global batch over two cards
+    python bench/step.py --cards 2 --no-kl --peer vllm async --peer-script trl_grpo.py   all on two
     torchrun --nproc-per-node 8 bench/step.py --prompts 64 128      two batches, one after the other
     torchrun --nproc-per-node 8 bench/step.py --index 25700592      the reward asks an index shared out over the cards
 
@@ -10,7 +11,9 @@ hash of the response, as the peer's is.  No response ends early: no id ends one.
 out; the medians of the others count.  With --peer, or several engines, this process holds no memory of the card: each
 of our engines runs in a process of its own, then the peer (TRL's GRPOTrainer, a script of its own: see --peer-script)
 with each of its engines, all with the same sizes; the peer's first step is left out too.  --out has what is measured
-so far after each of them (one engine alone: after each step).
+so far after each of them (one engine alone: after each step).  With --cards N each of them is N
+processes, one a card, for the same --prompts; the peer's asynchronous trainer has one card to train
+on and one that samples meanwhile (trl_async.py).
 
 Floors, with N parameters, by the card's data sheet: sampling reads 2 N bytes and the keys and values so far a decode
 step, or computes 2 N FLOPs a row where that takes longer, after one pass over the prompts; the reference computes 2 N
@@ -263,6 +266,13 @@ def ours(args, kind: str) -> None:
     distributed.cleanup()
 
 
+def python(cards: int, *words: str) -> list[str]:
+    """The command `python words…`, one process a card."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cards))
+    several = [sys.executable, *launch, "--no-python", "--"] if cards > 1 else []
+    return [*several, sys.executable, *words]
+
+
 def in_own_process(args, engine: str) -> dict:
     """What `ours` reports of one engine, run in a process of its own: the card is empty when it has ended."""
     environ = {
@@ -272,16 +282,8 @@ def in_own_process(args, engine: str) -> dict:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "ours.json")
-        command = [
-            sys.executable,
-            __file__,
-            *sys.argv[1:],
-            "--engine",
-            engine,
-            "--peer",
-            "--out",
-            str(out),
-        ]
+        alone = ("--engine", engine, "--cards", "1", "--peer", "--out", str(out))
+        command = python(args.cards, __file__, *sys.argv[1:], *alone)
         status = subprocess.run(command, env=environ, stdout=sys.stderr).returncode
         row = json.loads(out.read_text()) if out.exists() else {}
     return {k: v for k, v in row.items() if k != "command"} | (
@@ -290,8 +292,9 @@ def in_own_process(args, engine: str) -> dict:
 
 
 # The peer's script with the adapter of --lora and the card of --card-gib, neither of which it knows.
+# Of several processes each stays on a card of its own, and the first one prints.
 ADAPTED = """
-import importlib, os, sys, trl
+import importlib, os, sys, torch, trl
 from peft import LoraConfig
 from bench import shapes
 rank, gib, *sys.argv = sys.argv[1:]
@@ -300,6 +303,10 @@ class Adapted(trl.GRPOTrainer):
         lora = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules="all-linear")
         super().__init__(peft_config=lora, **settings)
 trl.GRPOTrainer = Adapted if int(rank) else trl.GRPOTrainer
+if int(os.environ.get("LOCAL_RANK", 0)):
+    sys.stdout = open(os.devnull, "w")
+if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 if float(gib):
     shapes.shrink_card(float(gib))
 folder, script = os.path.split(os.path.abspath(sys.argv[0]))
@@ -308,37 +315,50 @@ importlib.import_module(script.removesuffix(".py")).main()
 """
 
 
-def peer(args, engine: str) -> dict:
-    """The peer's step with one of its engines, in a process of its own."""
+def peer_command(args, engine: str) -> list[str]:
+    """How the peer is started with one of its engines."""
     options = {
         "shape": args.shape,
-        "prompts": args.prompts[0],
         "n": args.responses,
         "prompt-len": args.prompt_len,
         "new": args.new,
         "micro": args.peer_micro,
-        "steps": args.peer_steps + 1,
-        "engine": engine,
-        "beta": 0 if args.no_kl else 0.001,
     }
-    command = [
-        *(sys.executable, "-c", ADAPTED, str(args.lora), str(args.card_gib or 0)),
-        args.peer_script,
-        *(str(x) for k, v in options.items() for x in (f"--{k}", v)),
-    ]
+    if engine == "async":
+        options |= {"prompts": args.prompts[0], "steps": args.async_steps + 2}
+        options["limit"] = max(1, int(args.peer_limit) - 30)
+        start = [sys.executable, str(Path(__file__).with_name("trl_async.py"))]
+    else:  # the script takes the prompts of a process
+        options |= {"prompts": args.prompts[0] // args.cards, "steps": args.peer_steps + 1}
+        options |= {"engine": engine, "beta": 0 if args.no_kl else 0.001}
+        adapted = ("-c", ADAPTED, str(args.lora), str(args.card_gib or 0), args.peer_script)
+        start = python(args.cards, *adapted)
+    return [*start, *(str(x) for k, v in options.items() for x in (f"--{k}", v))]
+
+
+def status_of(command: list[str], limit: float, **where) -> int | str:
+    """A command's exit status; after `limit` seconds it is asked to end, which may take another 40."""
+    child = subprocess.Popen(command, **where)
+    try:
+        return child.wait(limit)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+    try:
+        child.wait(40)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    return f"ended after {limit} s"
+
+
+def peer(args, engine: str) -> dict:
+    """The peer's step with one of its engines, in a process of its own, or one a card."""
+    command = peer_command(args, engine)
     places = str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")
     path = os.pathsep.join(filter(None, places))
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        try:
-            status = subprocess.run(
-                command,
-                stdout=out,
-                stderr=err,
-                timeout=args.peer_limit,
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path},
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = f"ended after {args.peer_limit} s"
+        environ = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        status = status_of(command, args.peer_limit, stdout=out, stderr=err, env=environ)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -349,9 +369,12 @@ def peer(args, engine: str) -> dict:
     if not lines:
         return {"failed": status, "stdout": texts[0][-2000:], "stderr": texts[1][-3000:]}
     row = json.loads(lines[-1])
+    if engine == "async":
+        return row
     return row | {
         "step_seconds": round(statistics.median(row["steps"][1:]), 3),
         "micro_batch": args.peer_micro,
+        "tokens_a_step": row["tokens_a_step"] * args.cards,
     }
 
 
@@ -390,23 +413,27 @@ def main() -> None:
         "--peer",
         nargs="*",
         default=[],
-        choices=["hf", "vllm"],
+        choices=["hf", "vllm", "async"],
         help="run the peer as well, with these engines, after ours, the adapter and the card alike",
     )
+    p.add_argument("--cards", type=int, default=1, help="processes of ours, and of the peer")
     p.add_argument("--peer-script", default="trl_grpo.py", help="the peer's script")
     p.add_argument("--peer-micro", type=int, default=16, help="the peer's sequences a micro-batch")
     p.add_argument("--peer-steps", type=int, default=3, help="the peer's timed steps")
+    p.add_argument("--async-steps", type=int, default=12, help="and its asynchronous trainer's")
     p.add_argument(
         "--peer-limit", type=float, default=420, help="seconds after which the peer is ended"
     )
     args = p.parse_args()
-    if not args.peer and len(args.engine) == 1:
+    if not args.peer and len(args.engine) == 1 and args.cards == 1:
         ours(args, args.engine[0])
         return
     if "RANK" in os.environ:
-        p.error(
-            "--peer and several engines: each is one process on one card; start it without torchrun"
-        )
+        p.error("--peer, --cards and several engines start processes; start it without torchrun")
+    if args.cards > 1 and args.prompts[0] * args.responses % (args.cards * args.peer_micro):
+        p.error("the peer takes whole micro-batches: --prompts x --responses / --cards")
+    if "async" in args.peer and (args.cards != 2 or not args.no_kl or args.lora or args.card_gib):
+        p.error("--peer async has two cards, --no-kl, all weights and no smaller card")
     result = {"ours": {}, "peer": {}, "peer_over_ours": {}}
     for engine in args.engine:
         row = in_own_process(args, engine)
