@@ -26,13 +26,25 @@ def asset(name: str) -> str:
         return f.read()
 
 
-def number(value: float, percent: bool = False) -> str:
+def number(value: float, percent: bool = False, digits: int = 3) -> str:
     """Format a number briefly."""
     if percent:
-        return f"{100 * value:.1f}".removesuffix(".0") + " %"
+        shown = f"{100 * value:.{digits - 2}f}"
+        return (shown.rstrip("0").rstrip(".") if "." in shown else shown) + " %"
     if value == 0 or 0.001 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.1e}".replace("e-0", "e-")
+        return f"{value:.{digits}g}"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.{max(0, digits - 3)}f}"
+    return f"{value:.{digits - 2}e}".replace("e-0", "e-")
+
+
+def labels(marks: Sequence[float], percent: bool = False) -> list[str]:
+    """Format ticks, with as many digits as tell them apart."""
+    for digits in range(3, 16):
+        names = [number(mark, percent, digits) for mark in marks]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -136,7 +148,7 @@ class Frame:
         if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
             low, high = (low - 0.5 * abs(low), high + 0.5 * abs(high)) if high else (0.0, 1.0)
         marks = ticks(low, high)
-        self.marks = list(names) or [(mark, number(mark, percent)) for mark in marks]
+        self.marks = list(names) or list(zip(marks, labels(marks, percent)))
         self.y0, self.y1 = (low - 0.6, high) if names else (marks[0], marks[-1])
 
     def x(self, value: float) -> float:
@@ -309,9 +321,9 @@ def intervals(
 
     tall = 24 + 11 * max(len(cells) for _, cells in rows)
     bottom, parts = tall * len(rows) + 4, []
-    for mark in marks:
+    for mark, name in zip(marks, labels(marks, True)):
         parts.append(f'<path class="grid" d="M{x(mark):.1f} 0V{bottom}"/>')
-        parts.append(text(x(mark), bottom + 16, number(mark, True), "soft mid"))
+        parts.append(text(x(mark), bottom + 16, name, "soft mid"))
     for n, (label, cells) in enumerate(rows):
         parts.append(text(20, tall * n + 16, label if len(label) < 32 else label[:30] + "…"))
         for i, (value, ci) in enumerate(cells):

@@ -591,12 +591,17 @@ def test_stack_and_intervals_are_drawn_to_scale():
     assert (high - zero) / (half - zero) == pytest.approx(2, abs=1e-2)
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (-3e-6, 7e-6), (12, 12.4), (0, 98765), (0.1, 0.3)])
+RANGES = [(0, 1), (-3e-6, 7e-6), (12, 12.4), (0, 98765), (0.1, 0.3), (0.997, 1), (98765, 98766)]
+
+
+@pytest.mark.parametrize("low, high", RANGES)
 def test_ticks_cover_and_are_few(low, high):
     marks = plots.ticks(low, high)
     assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high * (1 - 1e-9)
     assert 4 <= len(marks) <= 8
-    assert len({plots.number(m) for m in marks}) == len(marks)  # labels tell them apart
+    for percent in (False, True):
+        assert len(set(plots.labels(marks, percent))) == len(marks)
+    assert plots.labels([0.997, 0.9975, 0.998]) == ["0.997", "0.9975", "0.998"]
 
 
 def test_rolling_mean_has_the_interval_of_its_window():
