@@ -183,8 +183,9 @@ def convert(value: Any, tp: Any, key: str) -> Any:
                 return arg
     elif origin is list:
         if isinstance(written, str) and written and value is not None:
-            with contextlib.suppress(ConfigError):  # one value stands for a list of one
-                return [convert(written, args[0], key)]
+            parts = map(str.strip, written.split(",")) if isinstance(written, Plain) else [written]
+            with contextlib.suppress(ConfigError):  # a,b or one value
+                return [convert(type(written)(part), args[0], key) for part in parts if part]
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
     elif origin is dict and isinstance(value, dict):

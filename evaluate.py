@@ -52,11 +52,11 @@ from search.passages import RetrieverConfig
 
 @dataclass
 class EvaluateConfig:
-    answers: str | list[str] = ""
+    answers: list[str] = field(default_factory=list)
     """files of predicted answers (infer.py's, or id and prediction), by commas"""
     questions: str = ""
     """questions file with golden answers; without `answers` the questions are searched"""
-    run: str | list[str] = ""
+    run: list[str] = field(default_factory=list)
     """TREC run files, by commas"""
     qrels: str = ""
     """TREC qrels file; unset: the gold passages of `turns`"""
@@ -64,11 +64,11 @@ class EvaluateConfig:
     """file that the others are compared with; unset: the first system"""
     turns: str = ""
     """turns file: needed to search, and for intervals by conversation"""
-    rewrites: str | list[str] = ""
+    rewrites: list[str] = field(default_factory=list)
     """files with query_id and rewrite (infer.py's), by commas; they are searched"""
     sample: int = 0
     """which sample of a turn or question to score"""
-    query: str | list[str] = ""
+    query: list[str] = field(default_factory=list)
     """rules to search with, by commas: question, first (question of the conversation),
     first+question, previous+question, context (all of it), rewrite (the given one)"""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
@@ -83,7 +83,7 @@ class EvaluateConfig:
     """with `turns`: metrics by turn depth and by topic switch too"""
     corpus: str = ""
     """corpus whose titles tell topic switches; unset: retriever.corpus"""
-    sets: str | list[str] = ""
+    sets: list[str] = field(default_factory=list)
     """cross evaluation: data sets, by commas; each takes the place of @set in paths"""
     retrievers: dict[str, RetrieverConfig] = field(default_factory=dict)
     """cross evaluation: retrievers by name; NAME/SET stands for NAME on that data set"""
@@ -100,11 +100,6 @@ class EvaluateConfig:
     """bootstrap samples and sign flips"""
     out: str = ""
     """folder for report.html, table.md, metrics.json (intervals, tests, groups), searched runs"""
-
-    def __post_init__(self):
-        for name in ("answers", "run", "rewrites", "query", "sets"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, [part.strip() for part in value.split(",") if part.strip()])
 
 
 # "context" has the newest turn first: a length limit cuts off the oldest
@@ -471,7 +466,7 @@ def _jobs(cfg: EvaluateConfig) -> dict[str, EvaluateConfig]:
         title = "/".join(filter(None, (place, name)))
         retriever = cfg.retrievers.get(name, cfg.retriever)
         retriever = cfg.retrievers.get(f"{name}/{place}", retriever)
-        job = dataclasses.replace(cfg, sets="", retrievers={}, retriever=retriever, out="")
+        job = dataclasses.replace(cfg, sets=[], retrievers={}, retriever=retriever, out="")
         text = json.dumps(to_dict(job)).replace("@set", json.dumps(place)[1:-1])
         jobs[title] = build(EvaluateConfig, json.loads(text))
         jobs[title].out = cfg.out and os.path.join(cfg.out, title.replace("/", "-"))

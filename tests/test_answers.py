@@ -589,7 +589,7 @@ def test_command_scores_and_compares(files, capsys):
 
 def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
     cfg = EvaluateConfig(
-        answers=f"{files}/after.jsonl",
+        answers=[f"{files}/after.jsonl"],
         questions=f"{files}/q.jsonl",
         qrels=f"{files}/g.qrels",
         out=f"{files}/one",
@@ -614,26 +614,25 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
     "change, error, message",
     [
         ({"questions": ""}, ConfigError, "answers need questions=FILE"),
-        ({"run": "x.trec"}, ConfigError, "run.* do not go with answers"),
+        ({"run": ["x.trec"]}, ConfigError, "run.* do not go with answers"),
         ({"qrels": "other.qrels"}, DataError, "q.jsonl and .*other.qrels have no query in common"),
-        ({"answers": "others.jsonl"}, DataError, "no query in common"),
+        ({"answers": ["others.jsonl"]}, DataError, "no query in common"),
     ],
 )
-def test_what_cannot_be_scored(files, change, error, message):
+def test_what_cannot_be_scored(files, change, error, message, monkeypatch):
     (files / "other.qrels").write_text("nobody 0 p 1\n")
     put(files / "others.jsonl", [{"id": "nobody", "prediction": "x"}])
-    settings = {"answers": f"{files}/after.jsonl", "questions": f"{files}/q.jsonl"}
-    for key, value in change.items():
-        settings[key] = f"{files}/{value}" if key in ("qrels", "answers") else value
+    monkeypatch.chdir(files)
+    settings = {"answers": ["after.jsonl"], "questions": "q.jsonl"}
     with pytest.raises(error, match=message):
-        evaluate.main(EvaluateConfig(**settings))
+        evaluate.main(EvaluateConfig(**settings | change))
 
 
 def test_retrieved_passages_of_another_corpus_are_told(files, capsys):
     (files / "x.qrels").write_text("".join(f"q{i} 0 elsewhere{i} 1\n" for i in range(5)))
     evaluate.main(
         EvaluateConfig(
-            answers=f"{files}/after.jsonl",
+            answers=[f"{files}/after.jsonl"],
             questions=f"{files}/q.jsonl",
             qrels=f"{files}/x.qrels",
             samples=5,
@@ -649,7 +648,7 @@ def test_flashrag_files_hold_flashrags_scores(files):
     put(files / "p.jsonl", [{"id": "q0", "prediction": "Cafe\u0301"}])
     line = evaluate.main(
         EvaluateConfig(
-            answers=f"{files}/p.jsonl", questions=f"{files}/q.jsonl", out=f"{files}/f", samples=5
+            answers=[f"{files}/p.jsonl"], questions=f"{files}/q.jsonl", out=f"{files}/f", samples=5
         )
     )
     assert line["em"] == 1.0 and (files / "f/metric_score.txt").read_text().startswith("em: 0.0\n")
@@ -672,7 +671,7 @@ def test_types_of_questions(files):
     )
     evaluate.main(
         EvaluateConfig(
-            answers=f"{files}/after.jsonl",
+            answers=[f"{files}/after.jsonl"],
             questions=f"{files}/typed.jsonl",
             out=f"{files}/typed",
             samples=100,

@@ -274,10 +274,11 @@ def test_a_key_of_a_nested_mapping_is_named_in_full():
         load("k1=1")
 
 
-def test_one_value_stands_for_a_list_of_one():
-    assert load("numbers=3").numbers == [3]
-    assert load("numbers=[3]").numbers == [3]
-    for nothing in ("numbers=", "numbers=null", "numbers=x"):
+def test_a_list_is_written_with_commas_or_in_brackets(tmp_path):
+    assert load("numbers=3").numbers == load("numbers=[3]").numbers == [3]
+    assert load("numbers=3, 1e-5,").numbers == load("numbers=[3, 1e-5]").numbers == [3, 1e-5]
+    assert load_text(tmp_path, "numbers: 1,2\n").numbers == [1, 2]
+    for nothing in ("numbers=", "numbers=null", "numbers=x", "numbers=1,x"):
         with pytest.raises(config.ConfigError, match="^numbers=.*must be list of float"):
             load(nothing)
 

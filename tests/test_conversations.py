@@ -143,7 +143,7 @@ def test_topiocqa_reaches_a_metric(tmp_path, topiocqa_counts):
         evaluate.EvaluateConfig(
             turns=f"{out}/test.jsonl",
             qrels=f"{out}/test.qrels",
-            rewrites=f"{tmp_path}/r.jsonl",
+            rewrites=[f"{tmp_path}/r.jsonl"],
             samples=100,
             retriever=RetrieverConfig(corpus=f"{out}/corpus.jsonl"),
         )

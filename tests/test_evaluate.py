@@ -448,7 +448,7 @@ def test_with_a_real_bm25_index(tmp_path, capsys):
     result = evaluate.main(
         EvaluateConfig(
             turns=str(tmp_path / "turns.jsonl"),
-            query="question,rewrite",
+            query="question,rewrite".split(","),
             samples=10,
             retriever=RetrieverConfig(kind="bm25", corpus=str(tmp_path / "corpus.jsonl")),
             out=str(tmp_path / "out"),
@@ -760,8 +760,8 @@ retrievers:
     alone = evaluate.main(
         EvaluateConfig(
             turns=f"{tmp_path}/two/test.jsonl",
-            rewrites=f"{tmp_path}/two/rw.jsonl",
-            query="question,rewrite",
+            rewrites=[f"{tmp_path}/two/rw.jsonl"],
+            query="question,rewrite".split(","),
             samples=20,
             retriever=RetrieverConfig(corpus=f"{tmp_path}/two.corpus.jsonl", k1=0.0, query_words=1),
         )

@@ -600,7 +600,7 @@ def test_prepare_index_search_and_evaluate(tmp_path):
         "samples": 200,
     }
     searched = evaluate.main(
-        EvaluateConfig(**judged, query="question", retriever=index, out=f"{tmp_path}/run")
+        EvaluateConfig(**judged, query=["question"], retriever=index, out=f"{tmp_path}/run")
     )
     assert (
         searched["mrr"] == 1.0 and searched["recall@10"] == 0.75 and searched["all_gold@10"] == 0.5
@@ -624,7 +624,7 @@ def test_prepare_index_search_and_evaluate(tmp_path):
         ),
     )
     scored = evaluate.main(
-        EvaluateConfig(**judged, answers=f"{tmp_path}/answers.jsonl", out=f"{tmp_path}/scores")
+        EvaluateConfig(**judged, answers=[f"{tmp_path}/answers.jsonl"], out=f"{tmp_path}/scores")
     )
     assert (scored["em"], scored["f1"], scored["acc"]) == (0.5, pytest.approx((1 + 2 / 3) / 2), 1.0)
     assert (
