@@ -16,6 +16,7 @@ LABELS = {
     "question": "raw question",
     "best rule": "best rule",
     "rewrite": "given rewrite",
+    "base-zero": "base model, zero-shot",
     "base": "base model, few-shot",
     "given": "fine-tuned on given rewrites, mix",
 }
@@ -37,7 +38,8 @@ def engines(figures: dict) -> list[str]:
 
 def labels(figures: dict, engine: str) -> dict[str, str]:
     """System → label of its row, in the order of the tables; warm-ups with the first engine alone."""
-    rows = dict(LABELS)
+    there = figures["cells"][f"{SETS[0]}/{engine}"]
+    rows = {name: label for name, label in LABELS.items() if name in there}
     for name, arm in figures["arms"].items():
         if "dev" in arm:
             if engine == engines(figures)[0] and not arm.get("start"):
@@ -150,7 +152,7 @@ def main(path: str = FIGURES) -> None:
     figures = read_figures(path)
     if "hotpotqa/twice" in figures["cells"]:
         return print(searches_table(figures))
-    if "no-warmup" in figures["arms"]:
+    if "kl0" in figures["arms"]:
         return print(ablation_table(figures))
     print(arms_table(figures))
     for metric, title in (("mrr", "MRR"), ("recall@10", "Recall@10")):

@@ -57,8 +57,9 @@ def test_the_adapter_is_small_and_its_card_is_that_of_the_figures():
     assert (ADAPTER / "README.md").read_text(encoding="utf-8") == card
 
 
-def test_the_results_page_has_the_tables_of_the_figures():
-    figures = study_tables.read_figures()
+@pytest.mark.parametrize("study", ["study", "study_qwen"])
+def test_the_results_page_has_the_tables_of_the_figures(study):
+    figures = study_tables.read_figures(ROOT / "bench" / "results" / study / "figures.json")
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert study_tables.arms_table(figures) in page
     for engine in study_tables.engines(figures):
