@@ -29,7 +29,7 @@ fi
 beside() {  # the same batch on two cards, without KL, which the asynchronous trainer has not
   if [ -z "${PEER:-}" ] || [ "$cards" -lt 2 ]; then return; fi
   [[ "$engines" == *vllm* ]] && local peers="vllm async" || local peers=hf
-  part beside_two 560 1 step.py --cards 2 --shape "$shape" --engine $engines $step --no-kl --peer $peers --peer-script "$PEER" --peer-steps 2 --async-steps 10 --peer-limit 240 --out beside_two.part
+  part beside_two 560 1 step.py --cards 2 --shape "$shape" --engine $engines $step --no-kl --peer $peers --peer-script "$PEER" --peer-steps 2 --async-steps 10 --peer-limit 300 --out beside_two.part
 }
 update() {  # CARDS
   local against=""; [ ! -e update_1.json ] || against="--against update_1.json"

@@ -58,7 +58,7 @@ def stop_reason(folder: str) -> str | None:
     """Why the run stopped itself; None where it ended well, or was ended."""
     try:
         with open(f"{folder}/exit.json", encoding="utf-8") as f:
-            return json.load(f).get("error")
+            return json.load(f).get("reason")
     except FileNotFoundError:
         return None
 

@@ -334,7 +334,7 @@ def main() -> None:
         length = args.prompt_len + args.new + 8
         with server(config, folder, length, str(dtype).removeprefix("torch.")) as (url, child):
             shapes.random_lm(args.shape, dtype, device).save_pretrained(folder)
-            wait_for(url, child, 150)
+            wait_for(url, child, 240)
             row = train(args, url, folder, tokenizer, kernel)
     print(json.dumps(row), flush=True)
 
