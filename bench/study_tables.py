@@ -60,14 +60,15 @@ def table(figures: dict, engine: str, rows: dict[str, str], metric: str = "mrr")
 
 def arms_table(figures: dict) -> str:
     """What each arm was trained with, what dev chose, and how long it had the shared card."""
-    head = ["arm", "data", "lr", "records", "steps", "dev MRR, warm-up", "best (step)", "minutes"]
+    head = ["arm", "data", "lr", "records", "steps", "dev MRR, start", "best (step)", "minutes"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, arm in figures["arms"].items():
         if dev := arm.get("dev"):
             step = max(dev, key=dev.get)
             lines.append(
                 f"| {name} | {' + '.join(arm['sets'])}, seed {arm['seed']} | {arm['lr']:g} | "
-                f"{arm['records']} | {len(arm['reward'])} | {100 * dev['0']:.1f} | "
+                f"{'' if arm.get('start') else arm['records']} | {len(arm['reward'])} | "
+                f"{100 * dev['0']:.1f} | "
                 f"{100 * dev[step]:.1f} ({step}) | "
                 f"{sum(command['seconds'] for command in arm['commands']) / 60:.1f} |"
             )
