@@ -87,6 +87,8 @@ def check_fields(cfg: Any, prefix: str = "", scope: dict | None = None, idle: st
             elif value is not None and not mark.holds(value):
                 null = ", or null" if type(None) in get_args(tp) else ""
                 raise ConfigError(f"{prefix}{f.name}={value} must be {mark.rule}{null}")
+        if isinstance(value, str) and get_origin(tp) is list:
+            raise ConfigError(f"{prefix}{f.name}={value!r} must be {type_name(tp)}")
         if is_dataclass(value):
             check_fields(value, f"{prefix}{f.name}.", scope, reason)
         elif reason and value != default_of(f):
@@ -182,10 +184,12 @@ def convert(value: Any, tp: Any, key: str) -> Any:
             if type(arg) in (type(value), str) and arg in (value, str(written)):
                 return arg
     elif origin is list:
-        if isinstance(written, str) and written and value is not None:
+        if isinstance(written, str) and (value is not None or not written):  # a,b or one value
             parts = map(str.strip, written.split(",")) if isinstance(written, Plain) else [written]
-            with contextlib.suppress(ConfigError):  # a,b or one value
-                return [convert(type(written)(part), args[0], key) for part in parts if part]
+            parts = [type(written)(part) for part in parts if part]
+            with contextlib.suppress(ConfigError):
+                if not any(isinstance(part, Plain) and part[0] in "\"'[{" for part in parts):
+                    return [convert(part, args[0], key) for part in parts]
         if isinstance(value, list):
             return [convert(v, args[0], f"{key}[{i}]") for i, v in enumerate(value)]
     elif origin is dict and isinstance(value, dict):

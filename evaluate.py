@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
-from config import ConfigError, Only, above, at_least, build, save_config, to_dict
+from config import ConfigError, Only, above, at_least, build, save_config, to_dict, check_fields
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
@@ -119,6 +119,7 @@ FEW = 50  # units, below which percentile intervals are a little narrow
 
 def check(cfg: EvaluateConfig) -> None:
     """ConfigError for settings that cannot be scored, before anything is read."""
+    check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
     others = [name for name in ("run", "rewrites", "query", "turns", "sets") if getattr(cfg, name)]

@@ -377,8 +377,8 @@ def update(
 ) -> dict[str, float]:
     """Take the optimizer steps; returns statistics over steps and ranks.
 
-    Where no sequence has a gradient the optimizer makes no step: momentum and weight decay do not
-    move the weights either.
+    Where the gradient is zero the optimizer makes no step: momentum and weight decay do not move
+    the weights either.
     """
     if len(updates) > 1:  # with a single one the update computes them itself
         with torch.no_grad():
@@ -387,9 +387,7 @@ def update(
     sums, gaps, norm, skipped = torch.zeros(len(SUMS), dtype=torch.float64), [], 0.0, 0
     for one in updates:
         own = loss_denominator(one.loss_mask, cfg.loss_mode, cfg.max_response_tokens)
-        pulls = one.advantages.bool() | bool(cfg.kl_coef or cfg.entropy_coef)  # (B,)
-        with_gradient = int(one.loss_mask[pulls].sum())
-        denominator, with_gradient = distributed.all_reduce_sum([own, with_gradient])
+        (denominator,) = distributed.all_reduce_sum([own])
         loss = partial(policy_loss, policy, cfg, denominator)
         measured = training.backward(
             policy, one.micro_batches, loss, dist.world, cfg.gather_once, cfg.reduce_each
@@ -397,7 +395,7 @@ def update(
         norm = distributed.clip_grad_norm(policy, cfg.max_grad_norm)
         if not math.isfinite(norm):
             skipped += 1
-        elif with_gradient:
+        elif norm:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         sums += sum(s for s, _ in measured).cpu()
@@ -409,8 +407,7 @@ def update(
         "loss": totals["loss"] / len(updates),
         **means,
         "positive_logprob": totals["positive_logprob"] / (totals["positive"] or math.nan),
-        "effective_samples": totals["weight"] ** 2
-        / (tokens * (totals["weight_squared"] or math.nan)),
+        "effective_samples": totals["weight"] ** 2 / (totals["weight_squared"] or 1) / tokens,
         "engine_gap_max": max(distributed.gather_objects(float(torch.stack(gaps).max()))),
         "grad_norm": norm,
         "skipped": skipped,

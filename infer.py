@@ -27,6 +27,7 @@ from data import DataError, Question, Turn, item_id
 from distributed import Dist, print0
 from engines.base import Sampling
 from episodes.episode import FAILED
+from episodes.tools import ToolsAway
 from model import load_tokenizer
 from reward import parse_paper_inference, parse_response
 from tasks import EPISODES, REWRITES, TASKS, Task, TaskConfig, check_task, open_task, other_task
@@ -111,6 +112,11 @@ def sample_items(
     )
     fitting = [ids for ids in (prompts[item_id(item)] for item in items) if len(ids) <= limit]
     done = task.rollouts(engine, fitting, sampling, progress)
+    if done and all(rollout.end == "tool_error" for rollout in done):
+        raise ToolsAway(
+            f"all {len(done)} episodes of this chunk failed in their tools "
+            f"({done[0].failure}); mend that and run again: what was written before is kept"
+        )
     request = {
         "model": cfg.model,
         "temperature": cfg.temperature,

@@ -177,7 +177,9 @@ def add_adapter(
     r, alpha and target agree. `keep_start` adds a frozen copy of it for `starting_weights`.
     """
     head = model.get_output_embeddings()
-    target = lora.target.split(",") if isinstance(lora.target, str) else lora.target
+    target = lora.target
+    if isinstance(target, str):
+        target = [part.strip() for part in target.split(",") if part.strip()]
     if target == ["all-linear"]:
         linear = (n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
         target = list({n.rpartition(".")[2] for n in linear})

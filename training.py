@@ -154,6 +154,12 @@ def guard(run: Run) -> None:
         )
     if not recent or "flat_groups" not in recent[-1]:  # SFT samples nothing
         return
+    if len(recent) == 3 and all(row.get("failed") and row.get("searches") == 0 for row in recent):
+        raise Stopped(
+            f"step {recent[-1]['step']}: in three steps in a row every episode that called a tool "
+            "failed in it, and only those that called none were trained on; mend the search engine "
+            "or the tools and run the same command again"
+        )
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(
             "warning: in the first three steps every group was flat (format rate "

@@ -25,11 +25,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -338,7 +340,7 @@ def peer_command(args, engine: str) -> list[str]:
 
 def status_of(command: list[str], limit: float, **where) -> int | str:
     """A command's exit status; after `limit` seconds it is asked to end, which may take another 40."""
-    child = subprocess.Popen(command, **where)
+    child = subprocess.Popen(command, start_new_session=True, **where)
     try:
         return child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -346,8 +348,10 @@ def status_of(command: list[str], limit: float, **where) -> int | str:
     try:
         child.wait(40)
     except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        pass
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
     return f"ended after {limit} s"
 
 
@@ -430,8 +434,9 @@ def main() -> None:
         return
     if "RANK" in os.environ:
         p.error("--peer, --cards and several engines start processes; start it without torchrun")
-    if args.cards > 1 and args.prompts[0] * args.responses % (args.cards * args.peer_micro):
-        p.error("the peer takes whole micro-batches: --prompts x --responses / --cards")
+    own, left = divmod(args.prompts[0], args.cards)
+    if left or (args.peer and args.cards > 1 and own * args.responses % args.peer_micro):
+        p.error("a card has whole prompts, and the peer whole micro-batches of their responses")
     if "async" in args.peer and (args.cards != 2 or not args.no_kl or args.lora or args.card_gib):
         p.error("--peer async has two cards, --no-kl, all weights and no smaller card")
     result = {"ours": {}, "peer": {}, "peer_over_ours": {}}

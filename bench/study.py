@@ -386,8 +386,8 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
             metric: [row[metric], *row["ci"][metric]]
             for metric in ("mrr", "ndcg@3", "recall@10", "recall@100")
         } | {"p_question": row["paired"]["mrr"]["p"] if "paired" in row else None}
-    for first in ("squad", "squad-1"):  # what ablations are compared with
-        others = [a for a in cfg.arms if a in ABLATIONS and ALL[a].start and own(a) == first]
+    for first in cfg.arms:
+        others = [a for a in cfg.arms if a not in (*ARMS, first) and usual(a) == first]
         if others:
             runs = ",".join(f"{out}/{a}-grpo.trec" for a in others)
             base, against = f"baseline={out}/{first}-grpo.trec", f"{out}/against-{first}"
@@ -402,9 +402,12 @@ def cell(cfg: StudyConfig, name: str, engine: str, search: list[str], files: lis
     return cells | {"best rule": cells[best] | {"rule": best}}
 
 
-def own(name: str) -> str:
-    """The arm of squad with this arm's seed and the usual settings."""
-    return f"squad-{ALL[name].seed}" if ALL[name].seed else "squad"
+def usual(name: str) -> str:
+    """The arm that one with a changed setting is compared with: the same seed, usual settings."""
+    seed = ALL[name].seed
+    if name in CORRECTIONS:
+        return f"vllm-none-{seed}"
+    return f"squad-{seed}" if seed else "squad"
 
 
 def form(file: str, first: dict[str, list]) -> dict[str, float]:
@@ -462,7 +465,7 @@ def adapter(cfg: StudyConfig) -> dict:
 
 
 def main(cfg: StudyConfig) -> dict | None:
-    cfg.arms = [arm for name in cfg.arms for arm in NAMED.get(name, [name])]
+    cfg.arms = list(dict.fromkeys(arm for name in cfg.arms for arm in NAMED.get(name, [name])))
     if unknown := [name for name in cfg.arms if name not in ALL]:
         raise ConfigError(f"arms: there is no {unknown[0]!r}; there are {', '.join(ALL)}")
     if cfg.stage == "train" and not cfg.data:

@@ -13,7 +13,7 @@ import sys
 
 WINDOW = 10
 DEV = ("dev_mrr", "dev_f1", "dev_all_gold")
-HEALTH = """reward format_rate well_formed answered entropy kl flat_groups response_tokens think_words think_distinct
+HEALTH = """reward format_rate end_answered entropy kl flat_groups response_tokens think_words think_distinct
 searches all_gold positive_logprob engine_gap effective_samples grad_norm""".split()
 
 
@@ -28,6 +28,8 @@ def trend(folder: str) -> dict:
     with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
         rows = [json.loads(line) for line in f]
     steps = [row for row in rows if row["step"]]
+    if len(steps) < 2:
+        sys.exit(f"{folder}: fewer than two steps")
     rewards = [row["reward"] for row in steps]
     (first, e1), (last, e2) = mean_and_error(rewards[:WINDOW]), mean_and_error(rewards[-WINDOW:])
     windows = [steps[i : i + WINDOW] for i in range(0, len(steps), WINDOW)]
@@ -38,8 +40,12 @@ def trend(folder: str) -> dict:
         "reward_first_error": round(e1, 4),
         "reward_last": round(last, 4),
         "reward_last_error": round(e2, 4),
-        "rise_in_errors": round((last - first) / math.hypot(e1, e2), 1),
-        **{key: {r["step"]: r[key] for r in rows if key in r} for key in DEV if key in rows[0]},
+        "rise_in_errors": round((last - first) / (math.hypot(e1, e2) or math.inf), 1),
+        **{
+            key: {r["step"]: r[key] for r in rows if key in r}
+            for key in DEV
+            if any(key in r for r in rows)
+        },
         "means_of_ten_steps": {
             key: [mean(row[key] for row in window) for window in windows]
             for key in HEALTH
@@ -58,7 +64,8 @@ def stop_reason(folder: str) -> str | None:
     """Why the run stopped itself; None where it ended well, or was ended."""
     try:
         with open(f"{folder}/exit.json", encoding="utf-8") as f:
-            return json.load(f).get("reason")
+            note = json.load(f)
+            return note["reason"] if note["status"] == 3 else None
     except FileNotFoundError:
         return None
 

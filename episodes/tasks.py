@@ -25,7 +25,7 @@ from episodes.episode import (
     run_episodes,
     trajectory_row,
 )
-from episodes.tools import NOTHING_FOUND, SEARCH_TOOL, Call, ToolsAway, parse_tool_calls
+from episodes.tools import NOTHING_FOUND, SEARCH_TOOL, Call, parse_tool_calls
 from retriever import retriever_settings
 from reward import (
     ANSWER_METRICS,
@@ -145,16 +145,7 @@ class Task:
         return self.encode(self.messages(question.question, self.examples))
 
     def rollouts(self, engine, prompts, samplings, progress=None) -> list[Episode]:
-        """ToolsAway: there were calls, and each of their episodes failed in one."""
-        done = run_episodes(engine, prompts, samplings, self, engine.max_length, progress)
-        calling = [e for e in done if e.searches or e.end == "tool_error"]
-        if calling and all(e.end == "tool_error" for e in calling):
-            raise ToolsAway(
-                f"all {len(calling)} of {len(done)} episodes that called a tool failed in it "
-                f"({calling[0].failure}); mend that and run the same command again: what was "
-                "written before is kept"
-            )
-        return done
+        return run_episodes(engine, prompts, samplings, self, engine.max_length, progress)
 
     def unsampled(self, prompt_ids: list[int], sample: int) -> Episode:
         """A placeholder for the episode of a prompt that is too long."""

@@ -35,7 +35,7 @@ NOTHING_FOUND = "No passage was found."
 
 
 class ToolsAway(RuntimeError):
-    """The tools failed in every episode that called one."""
+    """The tools failed in every episode."""
 
     exit_status = 1
 

@@ -39,10 +39,12 @@ def number(value: float, percent: bool = False, digits: int = 3) -> str:
 
 
 def labels(marks: Sequence[float], percent: bool = False) -> list[str]:
-    """Format ticks, with as many digits as tell them apart."""
+    """Format evenly spaced ticks, with as many digits as say where they are."""
+    step, unit = (marks[-1] - marks[0]) / max(1, len(marks) - 1), 100 if percent else 1
     for digits in range(3, 16):
         names = [number(mark, percent, digits) for mark in marks]
-        if len(set(names)) == len(names):
+        shown = (float(name.replace(",", "").removesuffix(" %")) / unit for name in names)
+        if all(abs(x - mark) <= 0.01 * abs(step) for x, mark in zip(shown, marks)):
             break
     return names
 

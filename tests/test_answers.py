@@ -614,6 +614,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
     "change, error, message",
     [
         ({"questions": ""}, ConfigError, "answers need questions=FILE"),
+        ({"answers": "after.jsonl"}, ConfigError, "answers='after.jsonl' must be list of str"),
         ({"run": ["x.trec"]}, ConfigError, "run.* do not go with answers"),
         ({"qrels": "other.qrels"}, DataError, "q.jsonl and .*other.qrels have no query in common"),
         ({"answers": ["others.jsonl"]}, DataError, "no query in common"),

@@ -278,7 +278,8 @@ def test_a_list_is_written_with_commas_or_in_brackets(tmp_path):
     assert load("numbers=3").numbers == load("numbers=[3]").numbers == [3]
     assert load("numbers=3, 1e-5,").numbers == load("numbers=[3, 1e-5]").numbers == [3, 1e-5]
     assert load_text(tmp_path, "numbers: 1,2\n").numbers == [1, 2]
-    for nothing in ("numbers=", "numbers=null", "numbers=x", "numbers=1,x"):
+    assert load("numbers=").numbers == load("numbers=[]").numbers == []
+    for nothing in ("numbers=null", "numbers=x", "numbers=1,x", "numbers=[1,2", "numbers='1',2"):
         with pytest.raises(config.ConfigError, match="^numbers=.*must be list of float"):
             load(nothing)
 

@@ -33,7 +33,7 @@ import reward
 import training
 from data import DataError, Question
 from engines.base import Rollout, RolloutError, Sampling
-from episodes import episode, tasks, tools, trajectories
+from episodes import episode, tasks, trajectories
 from episodes.episode import run_episodes
 from episodes.tasks import EpisodeConfig, SearchTask, check_episode
 from scoring.health import step_figures
@@ -575,22 +575,25 @@ def test_failed_episodes_are_left_out_of_their_group(dist):
 
 
 @pytest.mark.parametrize("make", [search_task, agent_task])
-def test_a_dead_search_engine_ends_the_run_though_some_never_asked_it(make, capsys):
+def test_a_dead_search_engine_ends_the_run_though_some_never_asked_it(make, dist, capsys):
     """Or the policy would learn not to search: those that do would earn nothing."""
     ask = THINK if make is search_task else call(query="Ann")
-    how = Sampling(max_tokens=3000, seed=7)
+    run = SimpleNamespace(dist=dist, history=[], cfg=SimpleNamespace(stop_on_collapse=False))
 
-    def episodes(search, *script):
-        task = make(Search(search), timeout=5.0)
-        prompts = [task.prompt(Question("q", f"question {i}?", [])) for i in range(len(script))]
-        return task.rollouts(Script(*script), prompts, how)
+    def step(search):
+        run.task = make(Search(search), timeout=5.0)
+        done, _ = play(run.task, [ask, ANSWER], [ANSWER], [ask, ANSWER], ["no tags"], n=4)
+        scores = grpo.score(run, done, [LIMA])
+        advantages = grpo.rollout_advantages(done, scores)
+        figures = step_figures(training.rollout_rows(run, done, scores, advantages, [LIMA]))
+        run.history.append(figures | {"step": len(run.history) + 1, "skipped": 0})
+        training.guard(run)
 
-    with pytest.raises(tools.ToolsAway, match="all 2 of 3 episodes .* the index is away.*again"):
-        episodes(boom, [ask, "never"], [ANSWER], [ask, "never"])
-    assert [e.end for e in episodes(boom, [ANSWER], ["no tags"])] == ["answered", "no_answer"]
-    bob = "<search>Bob</search>" if make is search_task else call(query="Bob")
-    picky = lambda queries, k: [None if "Bob" in q else [("p0", 1.0)] for q in queries]  # noqa: E731
-    assert [e.end for e in episodes(picky, [bob, "never"], [ask, ANSWER])][0] == "tool_error"
+    for search in (boom, boom, Search().search, boom, boom):
+        step(search)
+    with pytest.raises(training.Stopped, match="step 6: in three steps in a row every episode"):
+        step(boom)
+    step(Search().search)
 
 
 # ------------------------------------------------------------------------------------------------------------- rewards

@@ -184,6 +184,17 @@ def test_weights_for_the_engine_through_the_whole_update(level, cap, dist):
     assert 0.2 < stats["effective_samples"] < 0.999
 
 
+def test_where_every_response_is_left_out_the_weights_stay(dist):
+    done, _, _ = noisy_episodes()
+    off = [replace(e, logprobs=[lp - 50 for lp in e.logprobs]) for e in done]
+    advantages = [0.5, -1.0, 0.25, 1.0, -0.5, 0.75]
+    alone = {"kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0}
+    found, stats = gradients(off, advantages, dist, importance_level="sequence", **alone)
+    assert found == {} and stats["tokens"] and stats["effective_samples"] == 0
+    found, stats = gradients(off, advantages, dist, **alone)
+    assert found and stats["effective_samples"] == pytest.approx(1)  # every token at the cap
+
+
 def own_logprobs(e, rng):
     """The policy's log-probabilities of an episode's response, each off by up to .2."""
     ids = torch.tensor([e.prompt_ids + e.response_ids])
@@ -447,7 +458,7 @@ def test_inference_refuses_what_cannot_work(world, monkeypatch):
         infer.main(infer.InferConfig(**base))
     broken = search_task(Search(lambda queries, k: 1 / 0), tok=load_tokenizer("lm"))
     monkeypatch.setattr(infer, "open_task", lambda *a: broken)
-    with pytest.raises(tools.ToolsAway, match="that called a tool failed in it"):
+    with pytest.raises(tools.ToolsAway, match="failed in their tools"):
         infer.main(infer.InferConfig(**base, chunk=2, temperature=0.0, max_response_tokens=200))
 
 

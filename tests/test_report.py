@@ -602,6 +602,7 @@ def test_ticks_cover_and_are_few(low, high):
     for percent in (False, True):
         assert len(set(plots.labels(marks, percent))) == len(marks)
     assert plots.labels([0.997, 0.9975, 0.998]) == ["0.997", "0.9975", "0.998"]
+    assert plots.labels([0, 0.0025, 0.005], True) == ["0 %", "0.25 %", "0.5 %"]
 
 
 def test_rolling_mean_has_the_interval_of_its_window():
