@@ -7,6 +7,7 @@ cd "$(dirname "$0")"
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE  # set in many images; without bytecode every command starts five seconds later
 
 say() { printf '\n== %s  [%s elapsed]\n' "$*" "$(elapsed)"; }
 elapsed() { printf '%dm%02ds' $((SECONDS / 60)) $((SECONDS % 60)); }
