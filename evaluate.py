@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
-from config import ConfigError, Only, above, at_least, build, save_config, to_dict, check_fields
+from config import ConfigError, Only, above, at_least, build, check_fields, save_config, to_dict
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
 from runs import atomic_write, claim_folder
