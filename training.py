@@ -108,13 +108,14 @@ def steps(run: Run, row: dict, take: Callable, validate: Callable, noted: list[i
     validation thus loses no checkpoint. A collective.
     """
     tracked = Trackers(run.cfg.log_to if run.dist.rank == 0 else [], run.cfg, row["step"])
+    before = len(run.history)
     while True:
         if run.validate_every and due(run, row, run.validate_every):
             row |= validate(run, row["step"])
         if run.dist.rank == 0 and len(row) > 1:
             runs.append_metrics(os.path.join(run.cfg.out, "metrics.jsonl"), row)
             tracked.log(row)
-        guard(run)
+        guard(run, run.history[before:])
         if row["step"] == run.steps:
             return tracked.close()
         row = take(run, row["step"])
@@ -144,8 +145,11 @@ def checkpoint(run: Run, row: dict) -> None:
     print0(f"checkpoint {folder}")
 
 
-def guard(run: Run) -> None:
-    """Raise Stopped on non-finite gradients or collapse; warn of flat groups."""
+def guard(run: Run, own: list[dict]) -> None:
+    """Raise Stopped on non-finite gradients, collapse, or dead tools; warn of flat groups.
+
+    own: the rows of the steps that this process took. Tools that were mended must not stop it again.
+    """
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
         raise Stopped(
@@ -154,11 +158,11 @@ def guard(run: Run) -> None:
         )
     if not recent or "flat_groups" not in recent[-1]:  # SFT samples nothing
         return
-    if len(recent) == 3 and all(row.get("failed") and row.get("searches") == 0 for row in recent):
+    if len(own) >= 3 and all(row.get("failed") and row.get("searches") == 0 for row in own[-3:]):
         raise Stopped(
-            f"step {recent[-1]['step']}: in three steps in a row every episode that called a tool "
-            "failed in it, and only those that called none were trained on; mend the search engine "
-            "or the tools and run the same command again"
+            f"step {own[-1]['step']}: in three steps in a row episodes failed and no tool call of "
+            "the others succeeded, so only those without a call were trained on; mend the search "
+            "engine or the tools and run the same command again"
         )
     if len(run.history) == 3 and all(row["flat_groups"] == 1.0 for row in recent):
         print0(

@@ -437,7 +437,8 @@ def arm_figures(cfg: StudyConfig, name: str) -> dict:
         with open(metrics, encoding="utf-8") as f:
             rows = [json.loads(line) for line in f]
         figures["dev"] = {r["step"]: round(r["dev_mrr"], 4) for r in rows if "dev_mrr" in r}
-        figures["reward"] = [round(r["reward"], 3) for r in rows if r["step"]]
+        for key in ("reward", "kl"):
+            figures[key] = [round(r[key], 3) for r in rows if r["step"] and r[key] is not None]
     return figures
 
 

@@ -93,7 +93,10 @@ class TorchKernel:
         window_size=(-1, -1),
     ) -> torch.Tensor:
         if not causal or tuple(window_size) != (-1, -1):
-            raise NotImplementedError(f"causal={causal}, window_size={window_size}")
+            raise ValueError(
+                "torch's kernel stands in for causal attention without a window alone, not for "
+                f"causal={causal}, window_size={window_size}: use a model without one"
+            )
         if not q.is_cuda:
             return loop_attention(q, k, v, cu_q, cu_k, softmax_scale)
         if cls.repeat:

@@ -587,11 +587,13 @@ def test_a_dead_search_engine_ends_the_run_though_some_never_asked_it(make, dist
         advantages = grpo.rollout_advantages(done, scores)
         figures = step_figures(training.rollout_rows(run, done, scores, advantages, [LIMA]))
         run.history.append(figures | {"step": len(run.history) + 1, "skipped": 0})
-        training.guard(run)
+        training.guard(run, run.history)
 
     for search in (boom, boom, Search().search, boom, boom):
         step(search)
-    with pytest.raises(training.Stopped, match="step 6: in three steps in a row every episode"):
+    with pytest.raises(
+        training.Stopped, match="step 6: in three steps in a row episodes failed and no tool call"
+    ):
         step(boom)
     step(Search().search)
 

@@ -727,9 +727,33 @@ def test_a_resumed_run_remembers_what_it_saw(world, finished, dist, monkeypatch)
     run = grpo.start(config.load_config(grpo.GRPOConfig, [*settings("bad"), "steps=9"]), dist)
     training.resume(run)
     with pytest.raises(grpo.Stopped, match="not finite in three steps"):
-        training.guard(run)
+        training.guard(run, run.history)
     run.history = [row | {"skipped": 0} for row in run.history * 5]
-    training.guard(run)
+    training.guard(run, run.history)
+
+
+def test_a_run_that_dead_tools_stopped_goes_on_when_they_are_mended(
+    world, finished, dist, monkeypatch
+):
+    """Its checkpoint and log may hold the very steps that stopped it."""
+    shutil.copytree(world / "whole", world / "mended")
+    old = begin_metrics(world / "whole/metrics.jsonl", 4)
+    rows = [row | {"failed": 3, "searches": 0.0} for row in old]
+    write_jsonl(world / "mended/metrics.jsonl", rows)
+    state = world / "mended/checkpoint_000004/state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"row": rows[-1]}))
+    monkeypatch.chdir(world)
+    words = [*settings("mended"), "steps=9", "save_every=100", "validate_every=100"]
+    run = grpo.start(config.load_config(grpo.GRPOConfig, words), dist)
+    taken = []
+
+    def take(run, step):
+        taken.append(step)
+        return rows[-1] | {"step": step + 1}
+
+    with pytest.raises(grpo.Stopped, match="step 7: in three steps in a row episodes failed"):
+        training.steps(run, training.resume(run), take, lambda run, step: {}, [])
+    assert taken == [4, 5, 6]
 
 
 def test_two_processes_take_the_same_steps_as_one(world, finished):
@@ -859,10 +883,10 @@ def test_a_run_that_cannot_learn_says_so(capsys):
             "history": [{"skipped": 0, "flat_groups": 1.0, "format_rate": 0.0}] * 3,
         },
     )
-    training.guard(run)
+    training.guard(run, run.history)
     assert "every group was flat (format rate 0.00)" in capsys.readouterr().out
     run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
-    training.guard(run)
+    training.guard(run, run.history)
     assert not capsys.readouterr().out
 
 
