@@ -148,7 +148,7 @@ def checkpoint(run: Run, row: dict) -> None:
 def guard(run: Run, own: list[dict]) -> None:
     """Raise Stopped on non-finite gradients, collapse, or dead tools; warn of flat groups.
 
-    own: the rows of the steps that this process took. Tools that were mended must not stop it again.
+    own: the rows of the steps that this process took; tools that were mended do not stop it again
     """
     recent = run.history[-3:]
     if len(recent) == 3 and all(row["skipped"] for row in recent):
