@@ -52,6 +52,7 @@ class Arm:
     rank: int | None = None  # of a LoRA adapter; None: all weights
     given: bool = False  # fine-tuned on the given rewrites instead; no GRPO
     start: str = ""  # the arm whose warm-up it begins with, or "model": no warm-up
+    dense: bool = False  # rewarded by the encoder's ranks instead of BM25's
     grpo: str = ""  # further words for grpo.py
 
     @property
@@ -86,6 +87,7 @@ ABLATIONS = {
     "squad-1": ARMS["squad-1"],
     "squad-2": Arm(("squad",), seed=2),
     "no-warmup": Arm(("squad",), start="model"),
+    "minilm": Arm(("squad",), start="squad", dense=True),
     "kl0": squad(0, "kl_coef=0"),
     "no-std": squad(0, "scale_by_std=false"),
     "paper-parser": squad(0, "parser=paper"),
@@ -122,7 +124,7 @@ class StudyConfig:
     model: str = "models/smollm2"
     """the instruct model that is trained"""
     encoder: str = "models/minilm"
-    """evaluate: the encoder of the second search engine; empty: BM25 alone"""
+    """of the second search engine; empty: BM25 alone"""
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     """which to train; ablations: GRPO on squad, one setting changed at a time; corrections: with
     vLLM as the engine, weighted for its rounding or not"""
@@ -227,8 +229,13 @@ class Study:
         with atomic_write(note) as f:
             json.dump({"command": f"python {tool} {words}", "seconds": seconds}, f)
 
-    def search(self, name: str) -> str:
-        return f"retriever.kind=bm25 retriever.corpus={self.cfg.work}/data/{name}/corpus.jsonl"
+    def search(self, name: str, dense: bool = False) -> str:
+        corpus = f"corpus={self.cfg.work}/data/{name}/corpus.jsonl"
+        if not dense:
+            return f"retriever.kind=bm25 retriever.{corpus}"
+        words = dense_words(self.cfg, name)
+        self.call(f"index-{name}", "retriever.py", " ".join([corpus, *words]))
+        return " ".join(f"retriever.{word}" for word in words)
 
     def rewrite(self, name: str, model: str, more: str = "") -> None:
         """Rewrites of all test turns: `work`/rewrites/NAME.jsonl."""
@@ -272,9 +279,10 @@ class Study:
             f"grpo-{name}",
             "grpo.py",
             f"model={start(cfg, name)} train={cfg.work}/data/{arm.data}/train.jsonl "
-            f"dev={cfg.work}/data/{arm.data}/dev.jsonl {self.search(arm.data)} steps={cfg.steps} "
-            "prompts_per_step=32 group_size=8 max_response_tokens=96 micro_batch_tokens=16384 "
-            f"lr={arm.lr:g} warmup_steps=10 validate_every=10 save_every=100000 "
+            f"dev={cfg.work}/data/{arm.data}/dev.jsonl {self.search(arm.data, arm.dense)} "
+            f"steps={cfg.steps} prompts_per_step=32 group_size=8 max_response_tokens=96 "
+            f"micro_batch_tokens=16384 lr={arm.lr:g} warmup_steps=10 validate_every=10 "
+            "save_every=100000 "
             f"keep_checkpoints=1 export_dtype=bfloat16 {arm.both} {cfg.grpo} {arm.grpo} "
             f"out={cfg.work}/{name}/grpo",
             cfg.seconds,
@@ -282,6 +290,12 @@ class Study:
         if not arm.start:
             self.rewrite(f"{name}-warmup", start(cfg, name))
         self.rewrite(f"{name}-grpo", chosen(cfg, name))
+
+
+def dense_words(cfg: StudyConfig, name: str) -> list[str]:
+    """Settings of the dense index of a data set's corpus."""
+    index = f"index={cfg.work}/index/{name}"
+    return ["kind=dense", f"encoder={cfg.encoder}", index, "passage_length=256"]
 
 
 def start(cfg: StudyConfig, name: str) -> str:
@@ -337,10 +351,9 @@ def evaluate(cfg: StudyConfig) -> dict:
             folder = f"{cfg.work}/data/{name}"
             words = [f"retriever.kind=bm25 retriever.corpus={folder}/corpus.jsonl"]
             if encoder:
-                index = f"{cfg.work}/index/{name}"
-                dense = f"encoder={encoder} index={index} passage_length=256".split()
-                words = ["retriever.kind=dense", *(f"retriever.{word}" for word in dense)]
-                tool("retriever.py", "kind=dense", f"corpus={folder}/corpus.jsonl", *dense)
+                dense = dense_words(cfg, name)
+                words = [f"retriever.{word}" for word in dense]
+                tool("retriever.py", f"corpus={folder}/corpus.jsonl", *dense)
             cells[f"{name}/{engine}"] = cell(cfg, name, engine, words, files)
     figures = {
         "machine": read_json(f"{cfg.work}/machine.json"),
