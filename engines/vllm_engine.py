@@ -251,7 +251,13 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         """Free the card's memory for training, weights included, so a sync must follow."""
         if not self.asleep and self.cuda:
-            self.llm.sleep(level=2)
+            try:
+                self.llm.sleep(level=2)
+            except AssertionError as error:  # it compares the whole card's free memory
+                raise RolloutError(
+                    f"vLLM could not sleep: {error} Another process of this card took memory "
+                    "meanwhile; give the run a card of its own, or use engine.kind=torch"
+                ) from error
             self.unusable = "the engine's weights went when it slept; sync_weights brings them back"
             self.holds_weights = False
         self.asleep = True

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny import tiny_lm, tiny_tokenizer
 import rollout as R
 from config import ConfigError
 from engines.base import EngineConfig, GenerateStats, Rollout, RolloutError, Sampling
+from engines.vllm_engine import VLLMEngine
 from engines.torch_engine import sample_tokens, TorchEngine
 from packing import token_logprobs
 from rollout import check_engine, collate_rollouts
@@ -679,6 +681,16 @@ def test_a_failed_sync_leaves_an_engine_that_refuses(change, message):
         e.generate(PROMPTS, Sampling())
     e.sync_weights(weights.items())
     assert len(e.generate(PROMPTS, Sampling(max_tokens=2))) == len(PROMPTS)
+
+
+def test_vllm_says_that_a_shared_card_keeps_it_from_sleeping():
+    def refuse(level: int):
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    engine = object.__new__(VLLMEngine)
+    engine.asleep, engine.cuda, engine.llm = False, True, SimpleNamespace(sleep=refuse)
+    with pytest.raises(RolloutError, match="increased after sleeping.*a card of its own"):
+        engine.sleep()
 
 
 def test_sleep_and_wake():
