@@ -54,14 +54,15 @@ from rollout import open_engine
 def hashed_scores(
     index, flat: float, run: grpo.Run, rollouts: list, items: list
 ) -> list[grpo.Score]:
-    """A reward between 0 and 1 for each response that depends on nothing but its ids; 0 in the
-    groups of the first `flat` of the prompts. An index, where there is one, is only asked."""
+    """A reward between 0 and 1 for each response that depends on nothing but its ids, and is hardly
+    ever its group's mean; 0 in the groups of the first `flat` of the prompts. An index, where there
+    is one, is only asked."""
     if index is not None:
         index.gold_ranks(*index.questions(range(len(rollouts))))
     figures = {"rewrite": "", "well_formed": False, "rank": None}
     scores = []
     for r in rollouts:
-        reward = zlib.crc32(str(r.response_ids).encode()) % 100 / 100
+        reward = zlib.crc32(str(r.response_ids).encode()) / 2**32
         text = decode_response(run.tokenizer, r.response_ids)
         scores.append(grpo.Score(text, reward * (r.group_id >= flat * len(items)), figures))
     return scores
