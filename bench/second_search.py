@@ -292,9 +292,10 @@ def evaluate(cfg: SearchStudyConfig) -> dict:
             write_jsonl(files[-1], rows)
         both = [f"questions={questions}", f"qrels={qrels}"]
         for baseline in ("twice", "once"):
-            out = f"{folder}/{baseline}"
-            base = f"baseline={folder}/{baseline}.jsonl"
-            others = ",".join(file for file in files if not file.endswith(f"/{baseline}.jsonl"))
+            out, start = f"{folder}/{baseline}", f"{folder}/{baseline}.jsonl"
+            if start not in files:
+                continue
+            base, others = f"baseline={start}", ",".join(f for f in files if f != start)
             tool("evaluate.py", *both, base, f"answers={others}", f"out={out}")
             systems = read_json(f"{out}/metrics.json")["systems"]
             for system, row in systems.items():
