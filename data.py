@@ -144,7 +144,7 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def parse_object(line: str, location: str) -> dict:
+def parse_object(line: str, location: str) -> Row:
     """Parse a JSON object; NaN and Infinity are errors."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
@@ -154,17 +154,17 @@ def parse_object(line: str, location: str) -> dict:
         ) from e
     if not isinstance(row, dict):
         raise DataError(f"{location}: a line must be one JSON object, not {line[:40]!r}")
-    return _scrub(row) if "\\ud" in line.lower() else row
+    return Row(_scrub(row) if "\\ud" in line.lower() else row, location)
 
 
-def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
+def read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
     """(line number, object) of a JSONL file, skipping blank lines."""
     for number, line in read_lines(path):
         if line.strip():
             yield number, parse_object(line, f"{path}:{number}")
 
 
-def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
+def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
     """Stream (location, object) from a JSON array file, at least `block` characters at a time."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
@@ -203,7 +203,8 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
                             raise DataError(
                                 f"{location}: broken or cut off ({e}); fetch the file again"
                             ) from e
-                yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
+                value = _scrub(value) if "\\ud" in text[:end].lower() else value
+                yield location, Row(value, location)
                 text = text[end:]
                 if next_sign() not in (",", "]"):
                     raise DataError(f"{location}: followed by {text[:1]!r}, not by , or ]")
@@ -232,47 +233,96 @@ def as_texts(value: Any) -> list[str] | None:
     return None if None in texts else texts
 
 
-def _text(row: dict, key: str, location: str, required: bool = True) -> str | None:
-    value = row.get(key)
-    text = as_text(value)
-    if text is None and (required or value is not None):
-        raise DataError(
-            f"{location}: {key!r} is {value!r}; it must be a string (fields: {', '.join(row)})"
+class Row(dict):
+    """A JSON object of a file; a wrong field raises DataError with its place."""
+
+    __slots__ = ("location",)
+
+    def __init__(self, fields: Any, location: str):
+        super().__init__(fields)
+        self.location = location
+
+    def error(self, problem: str) -> DataError:
+        return DataError(f"{self.location}: {problem}")
+
+    def wrong(self, key: str, rule: str) -> DataError:
+        found = ", ".join(map(str, self))[:200]
+        return self.error(
+            f"{key!r} is {repr(self.get(key))[:60]}; it must be {rule} (fields found: {found})"
         )
-    return text
 
+    def field(self, key: str, kind: type) -> Any:
+        if not isinstance(value := self.get(key), kind):
+            raise self.wrong(key, f"a {kind.__name__}")
+        return value
 
-def _id(value: str, key: str, location: str, known: Container[str] = ()) -> str:
-    """`value`; DataError unless it fits a TREC column and is not `known`."""
-    if value.split() != [value] or "\0" in value:
-        raise DataError(
-            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
-        )
-    if value in known:
-        raise DataError(f"{location}: {key} {value!r} occurs a second time; ids must be unique")
-    return value
+    def text(self, key: str, required: bool = True) -> str | None:
+        """A string; a number is converted. None if absent or null and not `required`."""
+        text = as_text(self.get(key))
+        if text is None and (required or self.get(key) is not None):
+            raise self.wrong(key, "a text")
+        return text
 
+    def line(self, key: str) -> str:
+        return one_line(self.text(key))
 
-def _question(row: dict, location: str) -> str:
-    question = _text(row, "question", location).strip()
-    if not question:
-        raise DataError(f"{location}: the question is empty; a record needs one")
-    return question
+    def number(self, key: str) -> int:
+        """An integer from 0, also from a string."""
+        text = as_text(self.get(key)) or ""
+        if not re.fullmatch(r"\s*\d{1,18}\s*", text):
+            raise self.wrong(key, "a whole number")
+        return int(text)
 
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, also from a single one."""
+        if (texts := as_texts(self.get(key))) is None:
+            raise self.wrong(key, "a list of texts")
+        return texts
 
-def _context(row: dict, location: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; null is an empty list or text."""
-    context = [] if row.get("context") is None else row["context"]
-    pairs = []
-    for pair in context if isinstance(context, list) else [None]:
-        texts = as_texts(["" if t is None else t for t in pair]) if isinstance(pair, list) else None
-        if texts is None or len(texts) != 2:
-            raise DataError(
-                f"{location}: context must be a list of [question, answer] pairs, oldest first, "
-                f"not {str(context)[:80]!r}"
+    def rows(self, key: str) -> list[Row]:
+        values = self.field(key, list)
+        if not all(isinstance(value, dict) for value in values):
+            raise self.wrong(key, "a list of objects")
+        return [Row(value, self.location) for value in values]
+
+    def object(self, key: str) -> Row:
+        """An object, also from JSON text; empty if absent or null."""
+        value = self.get(key)
+        if isinstance(value, str) and value:
+            return Row(parse_object(value, f"{self.location}: {key}"), self.location)
+        return Row(self.field(key, dict) if value else {}, self.location)
+
+    def id(self, key: str, known: Container[str] = ()) -> str:
+        """A text that fits a column of a TREC file and is not `known`."""
+        value = self.check_id(key, self.text(key))
+        if value in known:
+            raise self.error(f"{key} {value!r} occurs a second time; ids must be unique")
+        return value
+
+    def check_id(self, key: str, value: str) -> str:
+        if value.split() != [value] or "\0" in value:
+            raise self.error(
+                f"{key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
             )
-        pairs.append(tuple(texts))
-    return pairs
+        return value
+
+    def question(self) -> str:
+        if not (question := self.text("question").strip()):
+            raise self.error("the question is empty; a record needs one")
+        return question
+
+    def context(self) -> list[tuple[str, str]]:
+        """(question, answer) pairs; null is an empty list or text."""
+        context = [] if self.get("context") is None else self["context"]
+        pairs = []
+        for pair in context if isinstance(context, list) else [None]:
+            texts = as_texts(
+                ["" if t is None else t for t in pair] if isinstance(pair, list) else None
+            )
+            if texts is None or len(texts) != 2:
+                raise self.wrong("context", "a list of [question, answer] pairs, oldest first")
+            pairs.append(tuple(texts))
+        return pairs
 
 
 # ---- files
@@ -282,39 +332,36 @@ def read_corpus(path: str) -> Iterator[Passage]:
     """Stream a corpus: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or TSV with columns
     id, text, title and an optional header. Ids must be unique."""
     seen: set[str] = set()
-    for number, _, passage in located_passages(path):
-        seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
+    for _, _, passage in located_passages(path, known=seen):
+        seen.add(passage.id)
         yield passage
     if not seen:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
 
 
 def located_passages(
-    path: str, start: tuple[int, int] = (1, 0)
+    path: str, start: tuple[int, int] = (1, 0), known: Container[str] = ()
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, byte offset, passage) from `start` on; ids may repeat."""
-    tsv = path.removesuffix(".gz").endswith(".tsv")
+    """(line number, byte offset, passage) from `start` on; ids may repeat unless `known`."""
+    tsv, names = path.removesuffix(".gz").endswith(".tsv"), ["id", "text", "title"]
     for number, byte, line in located_lines(path, start):
-        location = f"{path}:{number}"
-        if tsv and line:
-            columns = line.split("\t")
-            if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"]:
-                continue
-            if len(columns) != 3:
-                raise DataError(
-                    f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
-                    "use JSONL where fields hold tabs"
-                )
-            key, text, title = columns
-        elif line.strip():
-            row = parse_object(line, location)
-            whole = "contents" in row and "text" not in row
-            key = _text(row, "id", location)
-            title = "" if whole else _text(row, "title", location, required=False) or ""
-            text = _text(row, "contents" if whole else "text", location)
-        else:
+        columns = line.split("\t")
+        header = number == 1 and [c.strip().lower() for c in columns] == names
+        if not (line if tsv else line.strip()) or tsv and header:
             continue
-        yield number, byte, Passage(_id(key, "passage id", location), title.strip(), text)
+        if tsv:
+            row = Row(zip(names, columns), f"{path}:{number}")
+            if len(columns) != 3:
+                raise row.error(
+                    f"{len(columns)} tab-separated columns, not id, text and title; use JSONL "
+                    "where fields hold tabs"
+                )
+        else:
+            row = parse_object(line, f"{path}:{number}")
+        whole = "contents" in row and "text" not in row
+        title = "" if whole else row.text("title", required=False) or ""
+        text = row.text("contents" if whole else "text")
+        yield number, byte, Passage(row.id("id", known), title.strip(), text)
 
 
 _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
@@ -323,29 +370,18 @@ _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
 def read_turns(path: str) -> list[Turn]:
     """The turns of a file in order; `gold_ids` may be empty (see `with_gold`)."""
     turns: dict[str, Turn] = {}
-    for number, row in read_jsonl(path):
-        location = f"{path}:{number}"
-        query_id = _id(_text(row, "query_id", location), "query_id", location, turns)
-        turn = row.get("turn", 1)
-        if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
-            raise DataError(
-                f"{location}: turn {repr(turn)[:40]} of {query_id} is not a whole number"
-            )
-        golds = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
-        if golds is None:
-            raise DataError(
-                f"{location}: gold_ids of {query_id} must be a list of passage ids, not "
-                f"{row['gold_ids']!r}"
-            )
+    for _, row in read_jsonl(path):
+        query_id = row.id("query_id", turns)
+        golds = [] if row.get("gold_ids") is None else row.texts("gold_ids")
         optional = ("answer", "rewrite", "response")
         turns[query_id] = Turn(
             query_id=query_id,
-            conversation_id=_text(row, "conversation_id", location, required=False) or query_id,
-            turn=int(turn),
-            context=_context(row, location),
-            question=_question(row, location),
-            gold_ids=list(dict.fromkeys(_id(gold, "gold id", location) for gold in golds)),
-            **{key: _text(row, key, location, required=False) for key in optional},
+            conversation_id=row.text("conversation_id", required=False) or query_id,
+            turn=row.number("turn") if "turn" in row else 1,
+            context=row.context(),
+            question=row.question(),
+            gold_ids=list(dict.fromkeys(row.check_id("gold_ids", gold) for gold in golds)),
+            **{key: row.text(key, required=False) for key in optional},
             extra={key: value for key, value in row.items() if key not in _TURN_FIELDS},
         )
     if not turns:
@@ -382,21 +418,14 @@ def scorable(gold: str) -> bool:
 def read_questions(path: str) -> list[Question]:
     """The questions of a file, without golden answers that normalise to ""."""
     questions: dict[str, Question] = {}
-    for number, row in read_jsonl(path):
-        location = f"{path}:{number}"
-        key = _id(_text(row, "id", location), "id", location, questions)
+    for _, row in read_jsonl(path):
+        key = row.id("id", questions)
         golds = list(filter(scorable, as_texts(row.get("golden_answers")) or []))
         if not golds:
-            raise DataError(
-                f"{location}: golden_answers of {key} must be a list of strings with one that is "
-                f"not blank or punctuation alone, not {str(row.get('golden_answers'))[:80]}"
+            raise row.wrong(
+                "golden_answers", "a list of texts with one that is not blank or punctuation alone"
             )
-        metadata = row.get("metadata") or {}
-        if not isinstance(metadata, dict):
-            raise DataError(
-                f"{location}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
-            )
-        questions[key] = Question(key, _question(row, location), golds, metadata)
+        questions[key] = Question(key, row.question(), golds, row.object("metadata"))
     if not questions:
         raise DataError(f"{path}: no questions; a line of it must be a question")
     return list(questions.values())

@@ -14,11 +14,11 @@ from importlib import util
 from typing import Literal, NamedTuple
 
 from config import run
-from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, read_turns
+from data import DataError, Question, Row, Turn, _scrub, read_jsonl, read_questions, read_turns
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
-from sources.files import SPLITS, Row, make_once, make_public, sha256
+from sources.files import SPLITS, make_once, make_public, sha256
 
 # --------------------------------------------------------------------------------------- demo
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Iterator
 
-from data import DataError, Turn, as_text, one_line, read_lines
+from data import DataError, Row, Turn, as_text, one_line, read_lines
 from runs import atomic_write
 from sources.files import (
     CUT_OFF,
@@ -21,7 +21,6 @@ from sources.files import (
     Build,
     DevConfig,
     PublicConfig,
-    Row,
     bucket,
     json_rows,
     tab_pairs,

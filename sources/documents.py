@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Callable, Iterator, NamedTuple
 
 from config import at_least
-from data import DataError, Question, one_line
+from data import DataError, Question, Row, one_line
 from runs import write_jsonl
 from sources.files import (
     Build,
     DevConfig,
     PublicConfig,
-    Row,
     json_rows,
     make_once,
     sha256,

@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import sys
 import zipfile
 import zlib
@@ -27,9 +26,8 @@ from config import between, save_config
 from data import (
     DataError,
     Question,
+    Row,
     Turn,
-    as_text,
-    as_texts,
     item_id,
     one_line,
     open_input,
@@ -307,58 +305,6 @@ def fetch(url: str, path: str) -> None:
 # --------------------------------------------------------------------------------------- reading
 
 
-class Row(dict):
-    """A JSON object; a bad field raises DataError with file and line."""
-
-    def __init__(self, fields: Any, location: str):
-        super().__init__(fields)
-        self.location = location
-
-    def error(self, problem: str) -> DataError:
-        return DataError(f"{self.location}: {problem}")
-
-    def field(self, key: str, kind: type) -> Any:
-        value = self.get(key)
-        if not isinstance(value, kind):
-            raise self.error(
-                f"{key!r} is {str(value)[:60]!r}; the published format has a {kind.__name__} "
-                f"there (fields found: {', '.join(map(str, self))[:200]})"
-            )
-        return value
-
-    def text(self, key: str) -> str:
-        """A string; a number is converted."""
-        text = as_text(self.get(key))
-        return self.field(key, str) if text is None else text
-
-    def line(self, key: str) -> str:
-        return one_line(self.text(key))
-
-    def number(self, key: str) -> int:
-        """An integer, also from a string."""
-        text = self.text(key).strip()
-        return int(text) if re.fullmatch(r"-?\d{1,18}", text) else self.field(key, int)
-
-    def texts(self, key: str) -> list[str]:
-        texts = as_texts(self.field(key, list))
-        if texts is None:
-            raise self.error(f"{key!r} is {str(self[key])[:60]!r}; a list of texts is expected")
-        return texts
-
-    def rows(self, key: str) -> list[Row]:
-        values = self.field(key, list)
-        if not all(isinstance(value, dict) for value in values):
-            raise self.error(f"{key!r} is {str(values)[:60]!r}; a list of objects is expected")
-        return [Row(value, self.location) for value in values]
-
-    def object(self, key: str) -> Row:
-        """An object, also from JSON text; empty if absent or null."""
-        value = self.get(key)
-        if isinstance(value, str) and value:
-            return Row(parse_object(value, f"{self.location}: {key}"), self.location)
-        return Row(self.field(key, dict) if value else {}, self.location)
-
-
 def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
     """Objects of a JSONL file, a JSON array or a zip of JSONL files.
 
@@ -369,8 +315,8 @@ def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> It
         return
     with open_input(path) as f:
         array = f.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    for place, row in read_array(path) if array else read_jsonl(path):
-        yield Row(row, place if array else f"{path}:{place}")
+    for _, row in read_array(path) if array else read_jsonl(path):
+        yield row
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
@@ -382,7 +328,7 @@ def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[R
                 for number, line in enumerate(text, 1):
                     location = f"{path}:{member}:{number}"
                     if line.strip():
-                        yield Row(parse_object(line, location), location)
+                        yield parse_object(line, location)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error, UnicodeDecodeError) as e:
         raise DataError(f"{path}: {e}; the archive is broken or incomplete, fetch it again") from e
 

@@ -15,8 +15,8 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 import regex
 
-from data import Question, as_texts, one_line, scorable
-from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_rows
+from data import Question, Row, as_texts, one_line, scorable
+from sources.files import Build, DevConfig, PublicConfig, json_rows
 
 # ---------------------------------------------------------------------------- pools of paragraphs
 
@@ -63,11 +63,7 @@ def golden(answers: list, row: Row) -> list[str]:
 
 
 def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
-    """The question of a row; its id, `row[key]`, must hold no blank (TREC files)."""
-    value = row.text(key)
-    if value.split() != [value]:
-        raise row.error(f"{key} {value!r} is empty or holds a blank; {CUT_OFF}")
-    return Question(value, row.line("question"), golden(answers, row), metadata)
+    return Question(row.id(key), row.line("question"), golden(answers, row), metadata)
 
 
 # ---------------------------------------------------------------------------- train and dev files

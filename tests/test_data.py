@@ -290,7 +290,7 @@ def test_duplicate_passage_id(tmp_path):
         tmp_path,
         [{"id": "7", "contents": "a"}, {"id": "8", "contents": "b"}, {"id": 7, "contents": "c"}],
     )
-    with pytest.raises(data.DataError, match=re.escape(path) + ":3: passage id '7'"):
+    with pytest.raises(data.DataError, match=re.escape(path) + ":3: id '7'"):
         list(data.read_corpus(path))
 
 
@@ -421,8 +421,8 @@ def test_gold_ids_are_texts_once_each(tmp_path):
         ({"gold_ids": [["x"]]}, "gold_ids"),
         ({"gold_ids": {"x": 1}}, "gold_ids"),
         ({"gold_ids": [True]}, "gold_ids"),
-        ({"gold_ids": [""]}, "gold id"),
-        ({"gold_ids": ["a b"]}, "gold id"),
+        ({"gold_ids": [""]}, "gold_ids '"),
+        ({"gold_ids": ["a b"]}, "gold_ids '"),
         ({"answer": ["x"]}, "answer"),
         ({"query_id": "first"}, "'first' occurs a second time"),
     ],
@@ -435,7 +435,7 @@ def test_bad_turns_name_line_and_field(tmp_path, change, said):
 
 def test_infinite_turn_number(tmp_path):
     path = put(tmp_path, '{"query_id": "a", "question": "q", "turn": 1e999}\n')
-    with pytest.raises(data.DataError, match=":1: turn inf"):
+    with pytest.raises(data.DataError, match=":1: 'turn' is inf"):
         data.read_turns(path)
 
 
@@ -687,11 +687,11 @@ def test_a_full_disk_names_the_file():
     [
         (
             {"golden_answers": ["", "  "]},
-            "golden_answers of a must be a list of strings with one that is not blank",
+            "'golden_answers' is .* a list of texts with one that is not blank",
         ),
-        ({"golden_answers": []}, "golden_answers of a must be"),
-        ({"metadata": "x"}, "metadata of a must be an object"),
-        ({"metadata": [1]}, "metadata of a must be an object"),
+        ({"golden_answers": []}, "'golden_answers' is"),
+        ({"metadata": "x"}, "metadata: not valid JSON"),
+        ({"metadata": [1]}, r"'metadata' is \[1\]; it must be a dict"),
         ({"id": "a\0b"}, "free of blanks and NUL"),
     ],
 )
@@ -710,7 +710,7 @@ def test_a_blank_golden_answer_is_left_out(tmp_path):
 
 
 def test_a_turn_number_of_any_length_is_refused_by_a_sentence(tmp_path):
-    with pytest.raises(data.DataError, match=":1: turn .*is not a whole number"):
+    with pytest.raises(data.DataError, match=":1: 'turn' is .*must be a whole number"):
         data.read_turns(put(tmp_path, [{"query_id": "a", "question": "q", "turn": "9" * 5000}]))
 
 
