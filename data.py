@@ -13,7 +13,7 @@ import re
 import string
 import unicodedata
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO, Container, Iterator
 
 
@@ -57,8 +57,7 @@ class Turn:
 
     def record(self) -> dict:
         """The JSON object, without fields that are None."""
-        row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
-        return row | {"context": [list(pair) for pair in self.context]} | self.extra
+        return {k: v for k, v in vars(self).items() if k != "extra" and v is not None} | self.extra
 
 
 @dataclass
@@ -175,25 +174,27 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
         text += more
         return bool(more)
 
-    def next_sign() -> str:
-        """The next character that is not white space; `text` begins with it."""
+    def expect(signs: str) -> None:
+        """Skip white space; DataError unless `text` then begins with one of `signs` ("": ends)."""
         nonlocal text
         while not (text := text.lstrip(" \t\r\n")) and read_on():
             pass
-        return text[:1]
+        if text[:1] not in (tuple(signs) or [""]):
+            raise DataError(
+                f"{path}: after {number} objects of a JSON array stands {text[:40]!r}, not "
+                f"{' or '.join(signs) or 'the end'}; fetch the file again"
+            )
 
     try:
         with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
-            if next_sign() != "[":
-                raise DataError(f"{path}: a JSON array of objects is expected, not {text[:40]!r}")
+            expect("[")
             while text[0] != "]":
                 text = text[1:]  # [ or ,
-                if next_sign() == "]" and number == 0:
+                expect("{" if number else "{]")
+                if text[0] == "]":
                     break
                 number += 1
                 location = f"{path}: object {number}"
-                if text[:1] != "{":
-                    raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}")
                 while True:
                     try:
                         value, end = decoder.raw_decode(text)
@@ -206,13 +207,9 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
                 value = _scrub(value) if "\\ud" in text[:end].lower() else value
                 yield location, Row(value, location)
                 text = text[end:]
-                if next_sign() not in (",", "]"):
-                    raise DataError(f"{location}: followed by {text[:1]!r}, not by , or ]")
+                expect(",]")
             text = text[1:]
-            if next_sign():
-                raise DataError(
-                    f"{path}: the array of {number} objects is followed by {text[:40]!r}"
-                )
+            expect("")
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
         raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
 
@@ -289,7 +286,7 @@ class Row(dict):
         """An object, also from JSON text; empty if absent or null."""
         value = self.get(key)
         if isinstance(value, str) and value:
-            return Row(parse_object(value, f"{self.location}: {key}"), self.location)
+            return parse_object(value, f"{self.location}: {key}")
         return Row(self.field(key, dict) if value else {}, self.location)
 
     def id(self, key: str, known: Container[str] = ()) -> str:
@@ -313,16 +310,14 @@ class Row(dict):
 
     def context(self) -> list[tuple[str, str]]:
         """(question, answer) pairs; null is an empty list or text."""
-        context = [] if self.get("context") is None else self["context"]
-        pairs = []
-        for pair in context if isinstance(context, list) else [None]:
-            texts = as_texts(
-                ["" if t is None else t for t in pair] if isinstance(pair, list) else None
-            )
-            if texts is None or len(texts) != 2:
-                raise self.wrong("context", "a list of [question, answer] pairs, oldest first")
-            pairs.append(tuple(texts))
-        return pairs
+        pairs = [] if self.get("context") is None else self.field("context", list)
+        texts = [
+            isinstance(pair, list) and as_texts(["" if text is None else text for text in pair])
+            for pair in pairs
+        ]
+        if not all(pair and len(pair) == 2 for pair in texts):
+            raise self.wrong("context", "a list of [question, answer] pairs, oldest first")
+        return [tuple(pair) for pair in texts]
 
 
 # ---- files
@@ -345,19 +340,21 @@ def located_passages(
     """(line number, byte offset, passage) from `start` on; ids may repeat unless `known`."""
     tsv, names = path.removesuffix(".gz").endswith(".tsv"), ["id", "text", "title"]
     for number, byte, line in located_lines(path, start):
-        columns = line.split("\t")
-        header = number == 1 and [c.strip().lower() for c in columns] == names
-        if not (line if tsv else line.strip()) or tsv and header:
+        location = f"{path}:{number}"
+        if not (line if tsv else line.strip()):
             continue
         if tsv:
-            row = Row(zip(names, columns), f"{path}:{number}")
+            columns = line.split("\t")
             if len(columns) != 3:
-                raise row.error(
-                    f"{len(columns)} tab-separated columns, not id, text and title; use JSONL "
-                    "where fields hold tabs"
+                raise DataError(
+                    f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
+                    "use JSONL where fields hold tabs"
                 )
+            if number == 1 and [c.strip().lower() for c in columns] == names:
+                continue
+            row = Row(zip(names, columns), location)
         else:
-            row = parse_object(line, f"{path}:{number}")
+            row = parse_object(line, location)
         whole = "contents" in row and "text" not in row
         title = "" if whole else row.text("title", required=False) or ""
         text = row.text("contents" if whole else "text")
