@@ -20,7 +20,7 @@ from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
 from sources.files import SPLITS, make_once, make_public, sha256
 
-# --------------------------------------------------------------------------------------- demo
+# ---- demo
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo")
 
@@ -47,7 +47,7 @@ def demo(cfg: DemoConfig) -> dict:
     return make_once(cfg, made, fill)
 
 
-# --------------------------------------------------------------------------------- packaged models
+# ---- packaged models
 
 
 class Packaged(NamedTuple):
@@ -163,7 +163,7 @@ def model(cfg: ModelConfig) -> dict:
     return make_once(cfg, made, fill)
 
 
-# --------------------------------------------------------------------------------------- parquet
+# ---- parquet
 
 
 @dataclass
@@ -284,7 +284,7 @@ def from_verl(row: Row, index: int) -> dict:
     return Question(key, question, golds, metadata).record()
 
 
-# ---------------------------------------------------------------------------------- sub-commands
+# ---- sub-commands
 
 PUBLIC = conversations.SETS | questions.SETS | documents.SETS
 COMMANDS = {  # name → (configuration, function, help)

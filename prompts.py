@@ -245,10 +245,7 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
     roles = {"user": "u", "assistant": "a", "tool": "t7t"}
     chat = [{"role": role, "content": content} for role, content in roles.items()]
     try:
-        plain, text = (
-            render_chat(tokenizer, chat[:1]),
-            render_chat(tokenizer, chat, schemas),
-        )
+        plain, text = render_chat(tokenizer, chat[:1]), render_chat(tokenizer, chat, schemas)
     except DataError as e:
         if not tokenizer.chat_template:
             raise
@@ -307,8 +304,7 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 def without_opened_think(text: str) -> str:
     """`text` without a final `<think>`: the model then writes both tags."""
-    stripped = text.rstrip()
-    return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
+    return re.sub(r"<think>\s*\Z", "", text)
 
 
 def encode_text(tokenizer, text: str) -> list[int]:

@@ -111,7 +111,7 @@ class Run(training.Run):
     pad_id: int
 
 
-# ==================== one step
+# ---- one step
 
 
 def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
@@ -205,7 +205,7 @@ def fit(run: Run, step: int) -> dict:
     return row
 
 
-# ==================== the loop
+# ---- the loop
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> d
     return result
 
 
-# ==================== warm-up
+# ---- warm-up
 
 SAMPLE_KEYS = (  # they decide the records
     "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
@@ -156,7 +156,7 @@ def select_records(turns: list[Turn], good: list[dict], keep_per_turn: int) -> l
     return records
 
 
-# ==================== rows
+# ---- rows
 
 
 @dataclass(frozen=True)

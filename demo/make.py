@@ -24,7 +24,7 @@ from config import at_least, run  # noqa: E402
 from data import DataError, Turn, read_lines  # noqa: E402
 from runs import atomic_write, write_jsonl  # noqa: E402
 
-# ------------------------------------------------------------------------------- entities, facts
+# ---- entities, facts
 
 
 class Reference(NamedTuple):
@@ -115,7 +115,7 @@ def facts_of(entities: list[Entity]) -> list[Fact]:
     return [fact for entity in entities for fact in entity.facts.values()]
 
 
-# --------------------------------------------------------------------------------- conversations
+# ---- conversations
 
 
 class Conversation:

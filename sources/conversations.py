@@ -28,7 +28,7 @@ from sources.files import (
 )
 
 
-# ------------------------------------------------------------------------------------- topiocqa
+# ---- topiocqa
 
 
 def topiocqa(cfg: DevConfig, build: Build) -> None:
@@ -63,7 +63,7 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         turn, context = row.number("Turn_no"), row.texts("Context")
         if len(context) != 2 * (turn - 1):
             raise row.error(
-                f"turn {turn} has {len(context)} texts of context, not {2 * (turn - 1)}"
+                f"turn {turn} has {len(context)} texts of context, two a turn before it"
             )
         positives = beside[0].rows("positive_ctxs")
         if not positives:
@@ -73,12 +73,11 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         record = Turn(f"{key}_{turn}", key, turn, pairs, row.text("Question"), golds)
         record.answer = row.text("Answer")
         record.extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
-        for rewritten in beside[1:]:
-            record.extra["t5_rewrite"] = rewritten.text("question")
+        record.extra |= {"t5_rewrite": rewritten.text("question") for rewritten in beside[1:]}
         yield cfg.split(split, key), record
 
 
-# ---------------------------------------------------------------------------------------- qrecc
+# ---- qrecc
 
 
 def qrecc(cfg: DevConfig, build: Build) -> None:
@@ -149,7 +148,7 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
         yield record
 
 
-# --------------------------------------------------------------------------------------- canard
+# ---- canard
 
 
 def ten_split(key: str) -> str:
@@ -194,7 +193,7 @@ def canard(cfg: PublicConfig, build: Build) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- mtrag
+# ---- mtrag
 
 DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
@@ -248,7 +247,7 @@ def mtrag_passages(build: Build) -> Iterator[dict]:
             yield {"id": row.text("_id"), "title": title, "text": text, "domain": domain}
 
 
-# ----------------------------------------------------------------------------------- TREC CAsT
+# ---- TREC CAsT
 
 
 @dataclass

@@ -25,7 +25,7 @@ from sources.files import (
 )
 from sources.questions import golden, title_and_text
 
-# -------------------------------------------------------------------------------- cutting
+# ---- cutting
 
 _CLOSERS = "\"'”’)]»"
 
@@ -175,7 +175,7 @@ def chunk(cfg: ChunkConfig) -> dict:
     return make_once(cfg, {"command": "chunk", "config": config}, fill)
 
 
-# ---------------------------------------------------------------------------- multihop-rag
+# ---- multihop-rag
 
 
 @dataclass
@@ -257,7 +257,7 @@ class Article(NamedTuple):
         return whole[:1] or [key for start, end, key in self.spans if start < last and first < end]
 
 
-# ------------------------------------------------------------------------- graphrag-bench
+# ---- graphrag-bench
 
 
 @dataclass

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Callable, Collection, Iterable, Iterator
 
 import yaml
 
-from config import between, save_config
+from config import between, check_given, save_config
 from data import (
     DataError,
     Question,
@@ -42,7 +42,7 @@ SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
 
 
-# -------------------------------------------------------------------------------- output folders
+# ---- output folders
 
 
 def sha256(*paths: str) -> str:
@@ -61,19 +61,18 @@ def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
     made.json stores `made`; a folder made with the same `made` is kept. DataError: the folder
     holds other files, or the result is empty.
     """
-    if not cfg.out:
-        raise DataError("out is empty; give out=FOLDER")
+    check_given(cfg, "out")
     if earlier := already_made(cfg.out, made):
         return {"out": cfg.out, **earlier, "already_there": True}
     parent, name = os.path.split(cfg.out.rstrip("/"))
     with only_writer(parent or ".", name), atomic_folder(cfg.out) as folder:
         result = write(folder)
-        names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
-        names = [name for name in names if name != "corpus.jsonl"] or names
-        if names and not any(os.path.getsize(f"{folder}/{name}") for name in names):
-            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
         save_config(cfg, f"{folder}/config.yaml")
         sizes = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
+        rows = [name for name in sizes if name.endswith(".jsonl")]
+        rows = [name for name in rows if name != "corpus.jsonl"] or rows
+        if rows and not any(sizes[name] for name in rows):
+            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
         with atomic_write(f"{folder}/made.json") as f:
             json.dump(made | {"result": result, "files": sizes}, f, indent=1)
     return {"out": cfg.out, **result, "already_there": False}
@@ -97,7 +96,7 @@ def already_made(out: str, made: dict) -> dict | None:
     return stamp["result"] if sizes == files and made.items() <= stamp.items() else None
 
 
-# --------------------------------------------------------------------------------- public sets
+# ---- public sets
 
 
 @dataclass
@@ -302,7 +301,7 @@ def fetch(url: str, path: str) -> None:
     os.replace(part, path)
 
 
-# --------------------------------------------------------------------------------------- reading
+# ---- reading
 
 
 def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
@@ -339,12 +338,11 @@ def table_rows(path: str) -> Iterator[Row]:
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter="\t")
     try:
         header = [one_line(name) for name in next(reader, [])]
-        for cells in reader:
+        for cells in filter(any, reader):
             row = Row(zip(header, cells), f"{path}:{reader.line_num}")
-            if any(cells) and len(cells) != len(header):
+            if len(cells) != len(header):
                 raise row.error(f"{len(cells)} columns where the first line has {len(header)}")
-            if any(cells):
-                yield row
+            yield row
     except csv.Error as e:
         raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
 

@@ -18,7 +18,7 @@ import regex
 from data import Question, Row, as_texts, one_line, scorable
 from sources.files import Build, DevConfig, PublicConfig, json_rows
 
-# ---------------------------------------------------------------------------- pools of paragraphs
+# ---- pools of paragraphs
 
 
 class Judged(NamedTuple):
@@ -62,11 +62,7 @@ def golden(answers: list, row: Row) -> list[str]:
     return list(dict.fromkeys(text.strip() for text in texts if scorable(text)))
 
 
-def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
-    return Question(row.id(key), row.line("question"), golden(answers, row), metadata)
-
-
-# ---------------------------------------------------------------------------- train and dev files
+# ---- train and dev files
 
 
 @dataclass
@@ -120,8 +116,9 @@ def musique_row(row: Row) -> Judged | None:
     by_hop = [place.get(hop.get("paragraph_support_idx")) for hop in hops]
     kept = [{key: hop.get(key) for key in ("id", "question", "answer")} for hop in hops]
     metadata = {"type": row.text("id").partition("__")[0], "question_decomposition": kept}
+    answers = golden([row.text("answer"), *row.texts("answer_aliases")], row)
     return Judged(
-        question_of(row, "id", [row.text("answer"), *row.texts("answer_aliases")], metadata),
+        Question(row.id("id"), row.line("question"), answers, metadata),
         [(part.text("title"), part.text("paragraph_text")) for part in given],
         list(dict.fromkeys([i for i in by_hop if i in flagged] + flagged)),
     )
@@ -151,7 +148,8 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
         for wanted in dict.fromkeys(title for title, _ in facts)
     ]
     metadata = {key: row[key] for key in kept if key in row} | {"supporting_facts": facts}
-    question = question_of(row, "_id", [row.text("answer"), *aliases], metadata)
+    answers = golden([row.text("answer"), *aliases], row)
+    question = Question(row.id("_id"), row.line("question"), answers, metadata)
     return Judged(question, paragraphs, sum(places, []) if all(places) else [])
 
 
@@ -172,7 +170,7 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
     write_multihop(cfg, build, judge)
 
 
-# ----------------------------------------------------------------------------------------- wiki18
+# ---- wiki18
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
@@ -191,10 +189,9 @@ def wiki18(cfg: PublicConfig, build: Build) -> None:
 
     def passages() -> Iterator[dict]:
         for row in json_rows(build.paths["passages"]):
-            if "contents" in row:
-                title, text = title_and_text(row.text("contents"))
-            else:  # as FlashRAG's preprocess_wiki.py writes it
-                title, text = title_and_text(f"{row.text('title')}\n{row.text('text')}")
+            if "contents" not in row:  # as FlashRAG's preprocess_wiki.py writes it
+                row["contents"] = f"{row.text('title')}\n{row.text('text')}"
+            title, text = title_and_text(row.text("contents"))
             build.counts["without_title"] += not title
             build.counts["without_text"] += not text
             yield {"id": row.text("id"), "title": title, "text": text}
