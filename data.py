@@ -260,8 +260,9 @@ class Row(dict):
             raise self.wrong(key, "a text")
         return text
 
-    def line(self, key: str) -> str:
-        return one_line(self.text(key))
+    def line(self, key: str, required: bool = True) -> str:
+        """A text on one line, "" where there is none."""
+        return one_line(self.text(key, required) or "")
 
     def number(self, key: str) -> int:
         """An integer from 0, also from a string."""

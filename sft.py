@@ -121,10 +121,9 @@ def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
 def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Example]:
     """The rows of optimizer step `step` (from 0), a function of seed and step alone."""
     epoch, position = divmod(step, steps_per_epoch(len(rows), cfg))
-    order = list(range(len(rows)))
+    order, size = list(rows), cfg.sequences_per_step
     random.Random(f"{cfg.seed} {epoch}").shuffle(order)
-    size = cfg.sequences_per_step
-    return [rows[i] for i in order[position * size : (position + 1) * size]]
+    return order[position * size : (position + 1) * size]
 
 
 def step_batches(

@@ -31,14 +31,14 @@ from sources.files import (
 # ---- topiocqa
 
 
-def topiocqa(cfg: DevConfig, build: Build) -> None:
+def topiocqa(build: Build) -> None:
     """TopiOCQA from its five official files; the dev set becomes test, as in the papers.
 
     Only the first positive passage is gold; ids are those of the TSV. `t5_rewrite` is filled where
     the file of T5 rewrites is present.
     """
-    turns = [t for split in ("train", "dev") for t in topiocqa_turns(cfg, build.paths, split)]
-    build.write_splits(cfg.splits(), turns)
+    turns = [(name, t) for name in ("train", "dev") for t in topiocqa_turns(build.paths, name)]
+    build.write_splits(build.cfg.splits(), turns)
 
     def passages() -> Iterator[dict]:
         for row in table_rows(build.paths["passages"]):
@@ -48,8 +48,8 @@ def topiocqa(cfg: DevConfig, build: Build) -> None:
     build.write_corpus(passages())
 
 
-def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterator[tuple[str, Turn]]:
-    """(split, turn) pairs of an official split; its files are aligned by row."""
+def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
+    """Turns of an official split; its files are aligned by row."""
     keys = (f"{split}_{what}" for what in ("turns", "golds", "rewrites"))
     files = [paths[key] for key in keys if key in paths]
     for row, *beside in itertools.zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
@@ -74,13 +74,13 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         record.answer = row.text("Answer")
         record.extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
         record.extra |= {"t5_rewrite": rewritten.text("question") for rewritten in beside[1:]}
-        yield cfg.split(split, key), record
+        yield record
 
 
 # ---- qrecc
 
 
-def qrecc(cfg: DevConfig, build: Build) -> None:
+def qrecc(build: Build) -> None:
     """QReCC from SCAI's turn files and the passage archive.
 
     Passage ids count from 0; line n + 1 of raw_ids.txt is the raw id of passage n. Turns without
@@ -89,7 +89,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     turns, counts, numbers = [], build.counts, {}  # numbers: gold raw id → passage id
     for split in ("train", "test"):
         for turn in qrecc_turns(build.paths[f"{split}_turns"], split):
-            turns.append((cfg.split(split, turn.conversation_id), turn))
+            turns.append((split, turn))
             counts[f"{split}_rows"] += 1
             counts[f"{split}_turns"] += bool(turn.gold_ids)
             build.golds.update(turn.gold_ids)
@@ -111,7 +111,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
         build.write_corpus(passages(raw_ids))
     for _, turn in turns:
         turn.gold_ids = [numbers[raw] for raw in turn.gold_ids if raw in numbers]
-    build.write_splits(cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
+    build.write_splits(build.cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
 
 
 def qrecc_members(names: list[str]) -> list[str]:
@@ -157,7 +157,7 @@ def ten_split(key: str) -> str:
     return "train" if number < 6 else "dev" if number == 6 else "test"
 
 
-def canard(cfg: PublicConfig, build: Build) -> None:
+def canard(build: Build) -> None:
     """CANARD's dev.json, whose answers become the passages; split by article.
 
     A dialogue's longest history gives all answers but the last. Turns without an answer, or with
@@ -198,7 +198,7 @@ def canard(cfg: PublicConfig, build: Build) -> None:
 DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
-def mtrag(cfg: PublicConfig, build: Build) -> None:
+def mtrag(build: Build) -> None:
     """MTRAG's human conversations and four corpora, split by conversation.
 
     `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
@@ -240,7 +240,7 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
 def mtrag_passages(build: Build) -> Iterator[dict]:
     for domain in DOMAINS:
         for row in json_rows(build.paths[f"{domain}_passages"]):
-            title, text = one_line(row.get("title") or ""), row.text("text")
+            title, text = row.line("title", required=False), row.text("text")
             head, _, rest = text.partition("\n")  # indexed texts repeat the title here
             text = one_line(rest if one_line(head) == title else text)
             build.counts[f"{domain} passages"] += 1
@@ -258,7 +258,7 @@ class CastConfig(PublicConfig):
     """lowest grade of a gold passage or document; the qrels keep all grades"""
 
 
-def cast(cfg: CastConfig, build: Build) -> None:
+def cast(build: Build) -> None:
     """TREC CAsT: the judged turns become test, with manual rewrites and the official grades.
 
     2019 and 2020 use MS MARCO and TREC CAR; turns have no answer in 2019 and the automatic
@@ -274,7 +274,7 @@ def cast(cfg: CastConfig, build: Build) -> None:
             )
         judged[found[1]][found[2]] = int(found[3])
     golds = {
-        key: [passage for passage, grade in grades.items() if grade >= cfg.relevant_from]
+        key: [passage for passage, grade in grades.items() if grade >= build.cfg.relevant_from]
         for key, grades in judged.items()
     }
     build.golds.update(*golds.values())

@@ -112,10 +112,14 @@ class PublicConfig:
     download: bool = False
     """download missing files into `source`; an interrupted download is resumed"""
 
+    def split(self, official: str, key: str) -> str:
+        """The split of a conversation or question."""
+        return official
+
 
 @dataclass
 class DevConfig(PublicConfig):
-    """Options of sets without a dev split of their own."""
+    """Options of sets without a dev split of their own: the official dev set becomes test."""
 
     dev_percent: Annotated[int, between(0, 99)] = 0
     """percentage of the training conversations or questions that become dev"""
@@ -124,7 +128,6 @@ class DevConfig(PublicConfig):
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """The split of a conversation or question; the official dev set becomes test."""
         if official != "train":
             return "test"
         return "dev" if bucket(key, 100) < self.dev_percent else "train"
@@ -213,7 +216,7 @@ class Build:
         rows: Iterable[tuple[str, Turn | Question]],
         judged: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        """Write `{split}.jsonl` from (split, record) rows, and `{split}.qrels` if any is judged.
+        """Write `{split}.jsonl` from (official split, record) rows, and qrels if any is judged.
 
         `judged`: record id → passage id → grade; None: the turns' golds with grade 1.
         """
@@ -228,7 +231,11 @@ class Build:
         if judged is None:
             judged = {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for _, turn in rows}
         for name in names:
-            records = {item_id(record): record for split, record in rows if split == name}
+            records = {
+                item_id(record): record
+                for split, record in rows
+                if self.cfg.split(split, record.conversation_id if turns else record.id) == name
+            }
             write_jsonl(f"{self.folder}/{name}.jsonl", (r.record() for r in records.values()))
             grades = {key: judged[key] for key in records if judged.get(key)}
             if grades:
@@ -245,14 +252,14 @@ class Build:
         self.check_counts(self.counts)
 
 
-def make_public(name: str, write: Callable[[Any, Build], None], cfg: PublicConfig) -> dict:
+def make_public(name: str, write: Callable[[Build], None], cfg: PublicConfig) -> dict:
     """Make data set `name` in `cfg.out` unless it is there; returns its counts."""
     config = dataclasses.asdict(cfg) | {"out": "", "download": False}
     made = {"command": name, "config": config, "rules": 1}
 
     def fill(folder: str) -> dict:
         build = Build(name, cfg, folder)
-        write(cfg, build)
+        write(build)
         build.check_counts(build.unchecked)
         made["inputs"] = {
             key: {"path": path, "bytes": os.path.getsize(path)} for key, path in build.paths.items()

@@ -73,15 +73,13 @@ class MultihopConfig(DevConfig):
     """read the train file too; false: questions and corpus are from dev alone"""
 
 
-def write_multihop(
-    cfg: MultihopConfig, build: Build, judge: Callable[[Row], Judged | None]
-) -> None:
+def write_multihop(build: Build, judge: Callable[[Row], Judged | None]) -> None:
     """Write the splits and the pooled paragraphs; `judge` parses a row.
 
     Unanswerable rows (None) and those without question or answer are left out and counted.
     """
     pool, kept, judged, counts = Pool(), [], {}, build.counts
-    for official in ("train", "dev") if cfg.train else ("dev",):
+    for official in ("train", "dev") if build.cfg.train else ("dev",):
         for row in map(judge, json_rows(build.paths[official])):
             counts[f"{official} questions" if row else "unanswerable"] += 1
             if row and not (row.question.question and row.question.golden_answers):
@@ -90,21 +88,22 @@ def write_multihop(
                 key = row.question.id
                 hashes = [pool.add(*paragraph) for paragraph in row.paragraphs]
                 counts["questions_without_all_gold"] += not row.golds
-                kept.append((cfg.split(official, key), row.question))
+                kept.append((official, row.question))
                 judged[key] = [hashes[gold] for gold in row.golds]
     ids = pool.ids(build.name)
     grades = {key: {ids[gold]: 1 for gold in golds} for key, golds in judged.items()}
-    build.write_splits(cfg.splits() if cfg.train else ("test",), kept, grades)
+    names = build.cfg.splits() if build.cfg.train else ("test",)
+    build.write_splits(names, kept, grades)
     passages = ((key, *pool[hashed]) for hashed, key in ids.items())
     build.write_corpus({"id": key, "title": t, "text": text} for key, t, text in passages)
 
 
-def musique(cfg: MultihopConfig, build: Build) -> None:
+def musique(build: Build) -> None:
     """MuSiQue-Ans v1.0: 20 paragraphs per question, 2 to 4 of them gold; dev becomes test.
 
     `metadata` keeps the hop structure ("2hop", "3hop1", …) as `type`, and the sub-questions.
     """
-    write_multihop(cfg, build, musique_row)
+    write_multihop(build, musique_row)
 
 
 def musique_row(row: Row) -> Judged | None:
@@ -124,12 +123,12 @@ def musique_row(row: Row) -> Judged | None:
     )
 
 
-def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
+def hotpotqa(build: Build) -> None:
     """HotpotQA, distractor setting: 10 paragraphs per question, 2 of them gold; dev becomes test.
 
     `metadata` keeps type, level and supporting facts.
     """
-    write_multihop(cfg, build, lambda row: hotpot_row(row, "", ("type", "level")))
+    write_multihop(build, lambda row: hotpot_row(row, "", ("type", "level")))
 
 
 def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = ()) -> Judged:
@@ -153,7 +152,7 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
     return Judged(question, paragraphs, sum(places, []) if all(places) else [])
 
 
-def twowiki(cfg: MultihopConfig, build: Build) -> None:
+def twowiki(build: Build) -> None:
     """2WikiMultihopQA (April 2021): 10 paragraphs per question, 2 or 4 gold; dev becomes test.
 
     Aliases and demonyms of the answer's entity are golden answers too, as in the official
@@ -167,7 +166,7 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
     def judge(row: Row) -> Judged:
         return hotpot_row(row, " ", ("type", "evidences"), aliases.get(row.get("answer_id"), ()))
 
-    write_multihop(cfg, build, judge)
+    write_multihop(build, judge)
 
 
 # ---- wiki18
@@ -184,7 +183,7 @@ def title_and_text(contents: str) -> tuple[str, str]:
     return title.strip(), text.strip()
 
 
-def wiki18(cfg: PublicConfig, build: Build) -> None:
+def wiki18(build: Build) -> None:
     """wiki-18, the corpus of Search-R1 and ReSearch: 21 M passages of 100 words (December 2018)."""
 
     def passages() -> Iterator[dict]:
