@@ -121,13 +121,9 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
                 yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
                 byte += len(raw)
         except UnicodeDecodeError as e:
-            raise DataError(
-                f"{path}:{number}: not UTF-8 at byte {e.start} of the line; convert it (iconv)"
-            ) from e
+            raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start}; use iconv") from e
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
-            raise DataError(
-                f"{path}: {e} after line {number:,}; cut off or broken, fetch the file again"
-            ) from e
+            raise DataError(f"{path}: {e} after line {number:,}; fetch it again") from e
 
 
 def _no_constant(name: str) -> float:
@@ -219,9 +215,9 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
 
 def as_text(value: Any) -> str | None:
     """A string, or a number as a string; None for other values."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def as_texts(value: Any) -> list[str] | None:
@@ -235,7 +231,7 @@ class Row(dict):
 
     __slots__ = ("location",)
 
-    def __init__(self, fields: Any, location: str):
+    def __init__(self, fields: Any = (), location: str = ""):
         super().__init__(fields)
         self.location = location
 
@@ -299,9 +295,7 @@ class Row(dict):
 
     def check_id(self, key: str, value: str) -> str:
         if value.split() != [value] or "\0" in value:
-            raise self.error(
-                f"{key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
-            )
+            raise self.error(f"{key} {value!r} must be non-empty, free of blanks and NUL (TREC)")
         return value
 
     def question(self) -> str:
@@ -420,9 +414,7 @@ def read_questions(path: str) -> list[Question]:
         key = row.id("id", questions)
         golds = list(filter(scorable, as_texts(row.get("golden_answers")) or []))
         if not golds:
-            raise row.wrong(
-                "golden_answers", "a list of texts with one that is not blank or punctuation alone"
-            )
+            raise row.wrong("golden_answers", "texts, one of them not blank or punctuation alone")
         questions[key] = Question(key, row.question(), golds, row.object("metadata"))
     if not questions:
         raise DataError(f"{path}: no questions; a line of it must be a question")

@@ -191,9 +191,7 @@ def parquet(cfg: ParquetConfig) -> dict:
         raise DataError("reading and writing parquet needs a package: pip install pyarrow") from e
     ends = [os.path.splitext(path)[1] for path in (cfg.source, cfg.out)]
     if sorted(ends) != [".jsonl", ".parquet"]:
-        raise DataError(
-            f"source={cfg.source} out={cfg.out}: one must end in .jsonl and the other in .parquet"
-        )
+        raise DataError(f"source={cfg.source} out={cfg.out}: one must end in .jsonl, one .parquet")
     if os.path.exists(cfg.out):
         raise DataError(f"out={cfg.out} exists; nothing is overwritten: give a new name")
     if not os.path.isfile(cfg.source):

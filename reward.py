@@ -229,9 +229,7 @@ def gold_recall(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
     """Return the share of gold passages in `retrieved`; ValueError without golds."""
     golds = set(gold_ids)
     if isinstance(retrieved, str) or isinstance(gold_ids, str) or not golds:
-        raise ValueError(
-            f"retrieved={retrieved!r}, gold_ids={gold_ids!r}: give lists of ids, with a gold one"
-        )
+        raise ValueError(f"{retrieved=!r}, {gold_ids=!r}: give lists of ids, with a gold one")
     return len(golds.intersection(retrieved)) / len(golds)
 
 

@@ -217,9 +217,7 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
         sums = [total + float(values.sum()) for total, values in zip(sums, found)]
     nll, correct, tokens = distributed.all_reduce_sum(sums)
     if not math.isfinite(nll):
-        raise Stopped(
-            f"the held-out loss is {nll}: damaged weights; lower lr, or take another model"
-        )
+        raise Stopped(f"the held-out loss is {nll}: damaged weights; lower lr or change the model")
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
 
 

@@ -62,9 +62,7 @@ def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
                 )
         turn, context = row.number("Turn_no"), row.texts("Context")
         if len(context) != 2 * (turn - 1):
-            raise row.error(
-                f"turn {turn} has {len(context)} texts of context, two a turn before it"
-            )
+            raise row.error(f"turn {turn} has {len(context)} texts of context, not {2 * turn - 2}")
         positives = beside[0].rows("positive_ctxs")
         if not positives:
             raise beside[0].error("no positive passage; every published turn has one")
@@ -266,12 +264,11 @@ def cast(build: Build) -> None:
     `gold_ids` are documents, passage ids DOCUMENT-N (`evaluate.py documents=true`).
     """
     paths, judged = build.paths, defaultdict(dict)
-    for number, line in read_lines(paths["qrels"]):
+    path = paths["qrels"]
+    for number, line in read_lines(path):
         found = re.fullmatch(r"(\S+)\s+\S+\s+(\S+)\s+(-?\d+)\s*", line)
         if not found:
-            raise DataError(
-                f"{paths['qrels']}:{number}: {line[:80]!r}; it must be query, 0, passage, grade"
-            )
+            raise DataError(f"{path}:{number}: {line[:80]!r} must be query, 0, passage, grade")
         judged[found[1]][found[2]] = int(found[3])
     golds = {
         key: [passage for passage, grade in grades.items() if grade >= build.cfg.relevant_from]
@@ -329,9 +326,7 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
     try:
         from trec_car.read_data import iter_paragraphs
     except ImportError as e:
-        raise DataError(
-            f"{build.paths['car']} is read by TREC CAR's package: pip install trec-car-tools"
-        ) from e
+        raise DataError("TREC CAR's files need a package: pip install trec-car-tools") from e
 
     def both() -> Iterator[tuple[str, str]]:
         for key, text in tab_pairs(build.paths["marco"]):
@@ -354,11 +349,10 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
 
 def cast_documents(build: Build) -> Iterator[dict]:
     """Passages from the track's own tool, one document per line, without duplicates."""
-    files = sorted(glob.glob(os.path.join(glob.escape(build.cfg.source), "passages", "*.jsonl")))
+    source = build.cfg.source
+    files = sorted(glob.glob(os.path.join(glob.escape(source), "passages", "*.jsonl")))
     if not files:
-        raise DataError(
-            f"source={build.cfg.source}: the passages are missing:\n{build.known['passages']}"
-        )
+        raise DataError(f"source={source}: the passages are missing:\n{build.known['passages']}")
     left_out = {f"MARCO_{key}" for key in duplicates(build)}
     for row in itertools.chain.from_iterable(map(json_rows, files)):
         document, title = row.text("id"), row.line("title")
