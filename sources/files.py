@@ -36,7 +36,7 @@ from data import (
     read_jsonl,
     read_lines,
 )
-from runs import Progress, atomic_folder, atomic_write, only_writer, write_jsonl
+from runs import Progress, atomic_folder, atomic_write, only_writer, write_json, write_jsonl
 
 SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
@@ -73,8 +73,7 @@ def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
         rows = [name for name in rows if name != "corpus.jsonl"] or rows
         if rows and not any(sizes[name] for name in rows):
             raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
-        with atomic_write(f"{folder}/made.json") as f:
-            json.dump(made | {"result": result, "files": sizes}, f, indent=1)
+        write_json(f"{folder}/made.json", made | {"result": result, "files": sizes})
     return {"out": cfg.out, **result, "already_there": False}
 
 

@@ -410,7 +410,7 @@ def fake_package(root, monkeypatch, content=b"weights"):
     (inside / "config.json").write_text("{}")
     (inside / "heads.pt").write_bytes(b"a pickle")
     monkeypatch.syspath_prepend(str(root))
-    known = prepare.Packaged(
+    known = (
         {"never-imported==1.0": "model/model.safetensors"},
         hashlib.sha256(b"weights").hexdigest(),
         "Apache-2.0",
