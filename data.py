@@ -171,7 +171,7 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
         return bool(more)
 
     def expect(signs: str) -> None:
-        """Skip white space; DataError unless `text` then begins with one of `signs` ("": ends)."""
+        """Skip white space; DataError unless one of `signs` (none: the end) begins `text` then."""
         nonlocal text
         while not (text := text.lstrip(" \t\r\n")) and read_on():
             pass
@@ -239,10 +239,8 @@ class Row(dict):
         return DataError(f"{self.location}: {problem}")
 
     def wrong(self, key: str, rule: str) -> DataError:
-        found = ", ".join(map(str, self))[:200]
-        return self.error(
-            f"{key!r} is {repr(self.get(key))[:60]}; it must be {rule} (fields found: {found})"
-        )
+        found, fields_found = repr(self.get(key))[:60], ", ".join(self)[:200]
+        return self.error(f"{key!r} is {found}; it must be {rule} (fields found: {fields_found})")
 
     def field(self, key: str, kind: type) -> Any:
         if not isinstance(value := self.get(key), kind):

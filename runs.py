@@ -286,7 +286,9 @@ def begin_output(meta: str, now: dict, outputs: Iterable[str], cfg: Any) -> None
     except DataError as e:
         raise DataError(f"{e}; overwrite=true begins anew") from e
     if before is None:
-        raise DataError(f"output of another tool is there (no {meta}); choose another name")
+        raise DataError(
+            f"there is output, but no {meta}: it is another tool's; choose another output"
+        )
     if change := changed_setting(before, now, to_dict(type(cfg)())):
         raise DataError(
             f"{meta}: this output was begun with other settings: {change}; choose another "

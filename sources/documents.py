@@ -206,7 +206,7 @@ def multihoprag(build: Build) -> None:
                 article.spans.append((start, end, passage["id"]))
                 yield passage
             counts["articles"] += 1
-            for key in (row.get("url"), title):
+            for key in filter(None, (row.text("url", required=False), title)):
                 articles.setdefault(key, article)
 
     build.write_corpus(passages())

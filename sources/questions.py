@@ -164,7 +164,8 @@ def twowiki(build: Build) -> None:
     }
 
     def judge(row: Row) -> Judged:
-        return hotpot_row(row, " ", ("type", "evidences"), aliases.get(row.get("answer_id"), ()))
+        others = aliases.get(row.text("answer_id", required=False), ())
+        return hotpot_row(row, " ", ("type", "evidences"), others)
 
     write_multihop(build, judge)
 
