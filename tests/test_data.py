@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gzip
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -720,3 +723,12 @@ def test_a_damaged_line_inside_a_log_is_named(tmp_path):
         begin_metrics(path, 3)
     path = put(tmp_path, '{"step": 1}\n{"step": 2}\n{"st', "metrics.jsonl")
     assert begin_metrics(path, 1) == [{"step": 1}] and Path(path).read_text() == '{"step": 1}\n'
+
+
+def test_a_row_goes_through_copies_and_other_processes(tmp_path):
+    path = put(
+        tmp_path, [{"id": "a", "question": "q", "golden_answers": ["x"], "metadata": {"n": 1}}]
+    )
+    question = data.read_questions(path)[0]
+    assert pickle.loads(pickle.dumps(question)) == question
+    assert dataclasses.asdict(question)["metadata"] == copy.deepcopy(question).metadata == {"n": 1}
