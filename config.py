@@ -208,7 +208,8 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
     """An instance of dataclass `cls` from a nested mapping, or ConfigError."""
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in fields(cls) if f.init}
-    for key in [key for key in values if key not in known]:
+    if unknown := [key for key in values if key not in known]:
+        key = unknown[0]
         parts = {name: getattr(hints[name], "__dataclass_fields__", ()) for name in known}
         inner = [f"{name}.{key}" for name, keys in parts.items() if key in keys]
         near = inner or difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
