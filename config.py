@@ -56,6 +56,7 @@ def between(low: float, high: float) -> Range:
 
 
 FINITE = Range("finite", math.isfinite)
+Positive = Annotated[int, at_least(1)]
 
 
 class Only(NamedTuple):
