@@ -56,6 +56,7 @@ def between(low: float, high: float) -> Range:
 
 
 FINITE = Range("finite", math.isfinite)
+Positive = Annotated[int, at_least(1)]
 
 
 class Only(NamedTuple):
@@ -208,17 +209,14 @@ def build(cls: type, values: dict, prefix: str = "") -> Any:
     """An instance of dataclass `cls` from a nested mapping, or ConfigError."""
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in fields(cls) if f.init}
-    for key in values:
-        if key not in known:
-            inner = [
-                f"{name}.{key}"
-                for name in known
-                if is_dataclass(hints[name]) and key in hints[name].__dataclass_fields__
-            ]
-            near = inner or difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            all_keys = "known keys: " + ", ".join(prefix + name for name in known)
-            hint = f"did you mean {prefix}{near[0]}?" if near else all_keys
-            raise ConfigError(f"unknown key {prefix}{key}; {hint}")
+    if unknown := [key for key in values if key not in known]:
+        key = unknown[0]
+        parts = {name: getattr(hints[name], "__dataclass_fields__", ()) for name in known}
+        inner = [f"{name}.{key}" for name, keys in parts.items() if key in keys]
+        near = inner or difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        all_keys = "known keys: " + ", ".join(prefix + name for name in known)
+        hint = f"did you mean {prefix}{near[0]}?" if near else all_keys
+        raise ConfigError(f"unknown key {prefix}{key}; {hint}")
     for name, f in known.items():
         if default_of(f) is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name} is required: give {prefix}{name}=…")
@@ -286,9 +284,7 @@ def load_config(cls: type, argv: list[str] | None = None) -> Any:
     return cfg
 
 
-def to_dict(cfg: Any) -> dict:
-    """The configuration as plain nested mappings."""
-    return dataclasses.asdict(cfg)
+to_dict = dataclasses.asdict  # the configuration as plain nested mappings
 
 
 def save_config(cfg: Any, path: str) -> None:
@@ -350,7 +346,7 @@ def run(
     reads the output is gone. `status_file`: in the folder `out`, for a run that did not end well,
     with status and reason: torchrun's own status is always 1.
     """
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a model wrote ends no run
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -396,10 +392,6 @@ def exit_reason(e: BaseException) -> tuple[int | None, str]:
     if isinstance(e, OSError) and e.errno is not None:
         return 1, f"error: {e.filename}: {e.strerror}" if e.filename else f"error: {e.strerror}"
     return getattr(e, "exit_status", None), f"error: {e}"
-
-
-def _on_sigterm(signum: int, frame: Any) -> None:
-    raise SystemExit(128 + signum)
 
 
 def _reader_gone() -> bool:

@@ -13,7 +13,7 @@ import re
 import string
 import unicodedata
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO, Container, Iterator
 
 
@@ -57,8 +57,7 @@ class Turn:
 
     def record(self) -> dict:
         """The JSON object, without fields that are None."""
-        row = {k: v for k, v in asdict(self).items() if k != "extra" and v is not None}
-        return row | {"context": [list(pair) for pair in self.context]} | self.extra
+        return {k: v for k, v in vars(self).items() if k != "extra" and v is not None} | self.extra
 
 
 @dataclass
@@ -122,13 +121,9 @@ def located_lines(path: str, start: tuple[int, int] = (1, 0)) -> Iterator[tuple[
                 yield number, byte, line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
                 byte += len(raw)
         except UnicodeDecodeError as e:
-            raise DataError(
-                f"{path}:{number}: not UTF-8 at byte {e.start} of the line; convert it (iconv)"
-            ) from e
+            raise DataError(f"{path}:{number}: not UTF-8 at byte {e.start}; use iconv") from e
         except (gzip.BadGzipFile, EOFError, zlib.error) as e:
-            raise DataError(
-                f"{path}: {e} after line {number:,}; cut off or broken, fetch the file again"
-            ) from e
+            raise DataError(f"{path}: {e} after line {number:,}; fetch it again") from e
 
 
 def _no_constant(name: str) -> float:
@@ -144,7 +139,7 @@ def _scrub(value: Any) -> Any:
     return {_scrub(k): _scrub(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def parse_object(line: str, location: str) -> dict:
+def parse_object(line: str, location: str) -> Row:
     """Parse a JSON object; NaN and Infinity are errors."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
@@ -154,17 +149,17 @@ def parse_object(line: str, location: str) -> dict:
         ) from e
     if not isinstance(row, dict):
         raise DataError(f"{location}: a line must be one JSON object, not {line[:40]!r}")
-    return _scrub(row) if "\\ud" in line.lower() else row
+    return Row(_scrub(row) if "\\ud" in line.lower() else row, location)
 
 
-def read_jsonl(path: str) -> Iterator[tuple[int, dict]]:
+def read_jsonl(path: str) -> Iterator[tuple[int, Row]]:
     """(line number, object) of a JSONL file, skipping blank lines."""
     for number, line in read_lines(path):
         if line.strip():
             yield number, parse_object(line, f"{path}:{number}")
 
 
-def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
+def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, Row]]:
     """Stream (location, object) from a JSON array file, at least `block` characters at a time."""
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     text, number = "", 0
@@ -175,25 +170,27 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
         text += more
         return bool(more)
 
-    def next_sign() -> str:
-        """The next character that is not white space; `text` begins with it."""
+    def expect(signs: str) -> None:
+        """Skip white space; DataError unless one of `signs` (none: the end) begins `text` then."""
         nonlocal text
         while not (text := text.lstrip(" \t\r\n")) and read_on():
             pass
-        return text[:1]
+        if text[:1] not in (tuple(signs) or [""]):
+            raise DataError(
+                f"{path}: after {number} objects of a JSON array stands {text[:40]!r}, not "
+                f"{' or '.join(signs) or 'the end'}; fetch the file again"
+            )
 
     try:
         with io.TextIOWrapper(open_input(path), "utf-8-sig") as f:
-            if next_sign() != "[":
-                raise DataError(f"{path}: a JSON array of objects is expected, not {text[:40]!r}")
+            expect("[")
             while text[0] != "]":
                 text = text[1:]  # [ or ,
-                if next_sign() == "]" and number == 0:
+                expect("{" if number else "{]")
+                if text[0] == "]":
                     break
                 number += 1
                 location = f"{path}: object {number}"
-                if text[:1] != "{":
-                    raise DataError(f"{location}: a JSON object is expected, not {text[:40]!r}")
                 while True:
                     try:
                         value, end = decoder.raw_decode(text)
@@ -203,15 +200,12 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
                             raise DataError(
                                 f"{location}: broken or cut off ({e}); fetch the file again"
                             ) from e
-                yield location, _scrub(value) if "\\ud" in text[:end].lower() else value
+                value = _scrub(value) if "\\ud" in text[:end].lower() else value
+                yield location, Row(value, location)
                 text = text[end:]
-                if next_sign() not in (",", "]"):
-                    raise DataError(f"{location}: followed by {text[:1]!r}, not by , or ]")
+                expect(",]")
             text = text[1:]
-            if next_sign():
-                raise DataError(
-                    f"{path}: the array of {number} objects is followed by {text[:40]!r}"
-                )
+            expect("")
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
         raise DataError(f"{path}: broken after object {number} ({e}); fetch the file again") from e
 
@@ -221,9 +215,9 @@ def read_array(path: str, block: int = 1 << 16) -> Iterator[tuple[str, dict]]:
 
 def as_text(value: Any) -> str | None:
     """A string, or a number as a string; None for other values."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def as_texts(value: Any) -> list[str] | None:
@@ -232,47 +226,91 @@ def as_texts(value: Any) -> list[str] | None:
     return None if None in texts else texts
 
 
-def _text(row: dict, key: str, location: str, required: bool = True) -> str | None:
-    value = row.get(key)
-    text = as_text(value)
-    if text is None and (required or value is not None):
-        raise DataError(
-            f"{location}: {key!r} is {value!r}; it must be a string (fields: {', '.join(row)})"
-        )
-    return text
+class Row(dict):
+    """A JSON object of a file; a wrong field raises DataError with its place."""
 
+    __slots__ = ("location",)
 
-def _id(value: str, key: str, location: str, known: Container[str] = ()) -> str:
-    """`value`; DataError unless it fits a TREC column and is not `known`."""
-    if value.split() != [value] or "\0" in value:
-        raise DataError(
-            f"{location}: {key} {value!r} must be non-empty and free of blanks and NUL (TREC files)"
-        )
-    if value in known:
-        raise DataError(f"{location}: {key} {value!r} occurs a second time; ids must be unique")
-    return value
+    def __init__(self, fields: Any = (), location: str = ""):
+        super().__init__(fields)
+        self.location = location
 
+    def error(self, problem: str) -> DataError:
+        return DataError(f"{self.location}: {problem}")
 
-def _question(row: dict, location: str) -> str:
-    question = _text(row, "question", location).strip()
-    if not question:
-        raise DataError(f"{location}: the question is empty; a record needs one")
-    return question
+    def wrong(self, key: str, rule: str) -> DataError:
+        found, fields_found = repr(self.get(key))[:60], ", ".join(self)[:200]
+        return self.error(f"{key!r} is {found}; it must be {rule} (fields found: {fields_found})")
 
+    def field(self, key: str, kind: type) -> Any:
+        if not isinstance(value := self.get(key), kind):
+            raise self.wrong(key, f"a {kind.__name__}")
+        return value
 
-def _context(row: dict, location: str) -> list[tuple[str, str]]:
-    """`row["context"]` as (question, answer) pairs; null is an empty list or text."""
-    context = [] if row.get("context") is None else row["context"]
-    pairs = []
-    for pair in context if isinstance(context, list) else [None]:
-        texts = as_texts(["" if t is None else t for t in pair]) if isinstance(pair, list) else None
-        if texts is None or len(texts) != 2:
-            raise DataError(
-                f"{location}: context must be a list of [question, answer] pairs, oldest first, "
-                f"not {str(context)[:80]!r}"
-            )
-        pairs.append(tuple(texts))
-    return pairs
+    def text(self, key: str, required: bool = True) -> str | None:
+        """A string; a number is converted. None if absent or null and not `required`."""
+        text = as_text(self.get(key))
+        if text is None and (required or self.get(key) is not None):
+            raise self.wrong(key, "a text")
+        return text
+
+    def line(self, key: str, required: bool = True) -> str:
+        """A text on one line, "" where there is none."""
+        return one_line(self.text(key, required) or "")
+
+    def number(self, key: str) -> int:
+        """An integer from 0, also from a string."""
+        text = as_text(self.get(key)) or ""
+        if not re.fullmatch(r"\s*\d{1,18}\s*", text):
+            raise self.wrong(key, "a whole number")
+        return int(text)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, also from a single one."""
+        if (texts := as_texts(self.get(key))) is None:
+            raise self.wrong(key, "a list of texts")
+        return texts
+
+    def rows(self, key: str) -> list[Row]:
+        values = self.field(key, list)
+        if not all(isinstance(value, dict) for value in values):
+            raise self.wrong(key, "a list of objects")
+        return [Row(value, self.location) for value in values]
+
+    def object(self, key: str) -> Row:
+        """An object, also from JSON text; empty if absent or null."""
+        value = self.get(key)
+        if isinstance(value, str) and value:
+            return parse_object(value, f"{self.location}: {key}")
+        return Row(self.field(key, dict) if value else {}, self.location)
+
+    def id(self, key: str, known: Container[str] = ()) -> str:
+        """A text that fits a column of a TREC file and is not `known`."""
+        value = self.check_id(key, self.text(key))
+        if value in known:
+            raise self.error(f"{key} {value!r} occurs a second time; ids must be unique")
+        return value
+
+    def check_id(self, key: str, value: str) -> str:
+        if value.split() != [value] or "\0" in value:
+            raise self.error(f"{key} {value!r} must be non-empty, free of blanks and NUL (TREC)")
+        return value
+
+    def question(self) -> str:
+        if not (question := self.text("question").strip()):
+            raise self.error("the question is empty; a record needs one")
+        return question
+
+    def context(self) -> list[tuple[str, str]]:
+        """(question, answer) pairs; null is an empty list or text."""
+        pairs = [] if self.get("context") is None else self.field("context", list)
+        texts = [
+            isinstance(pair, list) and as_texts(["" if text is None else text for text in pair])
+            for pair in pairs
+        ]
+        if not all(pair and len(pair) == 2 for pair in texts):
+            raise self.wrong("context", "a list of [question, answer] pairs, oldest first")
+        return [tuple(pair) for pair in texts]
 
 
 # ---- files
@@ -282,39 +320,38 @@ def read_corpus(path: str) -> Iterator[Passage]:
     """Stream a corpus: JSONL `{"id", "title", "text"}` or `{"id", "contents"}`, or TSV with columns
     id, text, title and an optional header. Ids must be unique."""
     seen: set[str] = set()
-    for number, _, passage in located_passages(path):
-        seen.add(_id(passage.id, "passage id", f"{path}:{number}", seen))
+    for _, _, passage in located_passages(path, known=seen):
+        seen.add(passage.id)
         yield passage
     if not seen:
         raise DataError(f"{path}: no passages; a corpus needs at least one")
 
 
 def located_passages(
-    path: str, start: tuple[int, int] = (1, 0)
+    path: str, start: tuple[int, int] = (1, 0), known: Container[str] = ()
 ) -> Iterator[tuple[int, int, Passage]]:
-    """(line number, byte offset, passage) from `start` on; ids may repeat."""
-    tsv = path.removesuffix(".gz").endswith(".tsv")
+    """(line number, byte offset, passage) from `start` on; ids may repeat unless `known`."""
+    tsv, names = path.removesuffix(".gz").endswith(".tsv"), ["id", "text", "title"]
     for number, byte, line in located_lines(path, start):
         location = f"{path}:{number}"
-        if tsv and line:
+        if not (line if tsv else line.strip()):
+            continue
+        if tsv:
             columns = line.split("\t")
-            if number == 1 and [c.strip().lower() for c in columns] == ["id", "text", "title"]:
-                continue
             if len(columns) != 3:
                 raise DataError(
                     f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
                     "use JSONL where fields hold tabs"
                 )
-            key, text, title = columns
-        elif line.strip():
-            row = parse_object(line, location)
-            whole = "contents" in row and "text" not in row
-            key = _text(row, "id", location)
-            title = "" if whole else _text(row, "title", location, required=False) or ""
-            text = _text(row, "contents" if whole else "text", location)
+            if number == 1 and [c.strip().lower() for c in columns] == names:
+                continue
+            row = Row(zip(names, columns), location)
         else:
-            continue
-        yield number, byte, Passage(_id(key, "passage id", location), title.strip(), text)
+            row = parse_object(line, location)
+        whole = "contents" in row and "text" not in row
+        title = "" if whole else row.text("title", required=False) or ""
+        text = row.text("contents" if whole else "text")
+        yield number, byte, Passage(row.id("id", known), title.strip(), text)
 
 
 _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
@@ -323,29 +360,18 @@ _TURN_FIELDS = {f.name for f in fields(Turn)} - {"extra"}
 def read_turns(path: str) -> list[Turn]:
     """The turns of a file in order; `gold_ids` may be empty (see `with_gold`)."""
     turns: dict[str, Turn] = {}
-    for number, row in read_jsonl(path):
-        location = f"{path}:{number}"
-        query_id = _id(_text(row, "query_id", location), "query_id", location, turns)
-        turn = row.get("turn", 1)
-        if isinstance(turn, bool) or not re.fullmatch(r"\s*\d{1,9}\s*", str(turn)):
-            raise DataError(
-                f"{location}: turn {repr(turn)[:40]} of {query_id} is not a whole number"
-            )
-        golds = [] if row.get("gold_ids") is None else as_texts(row["gold_ids"])
-        if golds is None:
-            raise DataError(
-                f"{location}: gold_ids of {query_id} must be a list of passage ids, not "
-                f"{row['gold_ids']!r}"
-            )
+    for _, row in read_jsonl(path):
+        query_id = row.id("query_id", turns)
+        golds = [] if row.get("gold_ids") is None else row.texts("gold_ids")
         optional = ("answer", "rewrite", "response")
         turns[query_id] = Turn(
             query_id=query_id,
-            conversation_id=_text(row, "conversation_id", location, required=False) or query_id,
-            turn=int(turn),
-            context=_context(row, location),
-            question=_question(row, location),
-            gold_ids=list(dict.fromkeys(_id(gold, "gold id", location) for gold in golds)),
-            **{key: _text(row, key, location, required=False) for key in optional},
+            conversation_id=row.text("conversation_id", required=False) or query_id,
+            turn=row.number("turn") if "turn" in row else 1,
+            context=row.context(),
+            question=row.question(),
+            gold_ids=list(dict.fromkeys(row.check_id("gold_ids", gold) for gold in golds)),
+            **{key: row.text(key, required=False) for key in optional},
             extra={key: value for key, value in row.items() if key not in _TURN_FIELDS},
         )
     if not turns:
@@ -382,21 +408,12 @@ def scorable(gold: str) -> bool:
 def read_questions(path: str) -> list[Question]:
     """The questions of a file, without golden answers that normalise to ""."""
     questions: dict[str, Question] = {}
-    for number, row in read_jsonl(path):
-        location = f"{path}:{number}"
-        key = _id(_text(row, "id", location), "id", location, questions)
+    for _, row in read_jsonl(path):
+        key = row.id("id", questions)
         golds = list(filter(scorable, as_texts(row.get("golden_answers")) or []))
         if not golds:
-            raise DataError(
-                f"{location}: golden_answers of {key} must be a list of strings with one that is "
-                f"not blank or punctuation alone, not {str(row.get('golden_answers'))[:80]}"
-            )
-        metadata = row.get("metadata") or {}
-        if not isinstance(metadata, dict):
-            raise DataError(
-                f"{location}: metadata of {key} must be an object, not {str(metadata)[:80]!r}"
-            )
-        questions[key] = Question(key, _question(row, location), golds, metadata)
+            raise row.wrong("golden_answers", "texts, one of them not blank or punctuation alone")
+        questions[key] = Question(key, row.question(), golds, row.object("metadata"))
     if not questions:
         raise DataError(f"{path}: no questions; a line of it must be a question")
     return list(questions.values())

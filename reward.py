@@ -106,19 +106,16 @@ def rank_incentive(rank: int | None) -> float:
     return (19 - rank) / 9 if rank <= 10 else max(0.0, (100 - rank) / 90)
 
 
-def _reward(
-    value: Callable[[float], float], cutoff: float = math.inf
-) -> Callable[[int | None], float]:
-    def reward(rank: int | None) -> float:
-        rank = _rank(rank)
-        return value(rank) if rank <= cutoff else 0.0
+Reward = Callable[[int | None], float]
 
-    return reward
+
+def _reward(value: Callable[[float], float], cutoff: float = math.inf) -> Reward:
+    return lambda rank: value(_rank(rank)) if _rank(rank) <= cutoff else 0.0
 
 
 # The paper's ablation (figure 5, table 6), by the best gold passage's rank alone: with one gold
 # they equal the metrics of the same name.
-REWARDS: dict[str, Callable[[int | None], float]] = {
+REWARDS: dict[str, Reward] = {
     "rank_incentive": rank_incentive,
     "reciprocal": _reward(lambda rank: 1 / rank),
     "exponential": _reward(lambda rank: math.exp(1 - rank)),
@@ -232,9 +229,7 @@ def gold_recall(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
     """Return the share of gold passages in `retrieved`; ValueError without golds."""
     golds = set(gold_ids)
     if isinstance(retrieved, str) or isinstance(gold_ids, str) or not golds:
-        raise ValueError(
-            f"retrieved={retrieved!r}, gold_ids={gold_ids!r}: give lists of ids, with a gold one"
-        )
+        raise ValueError(f"{retrieved=!r}, {gold_ids=!r}: give lists of ids, with a gold one")
     return len(golds.intersection(retrieved)) / len(golds)
 
 

@@ -84,7 +84,7 @@ def write_json(path: str, value: dict) -> None:
         json.dump(value, f, indent=1, ensure_ascii=False)
 
 
-def read_json(path: str) -> dict | None:
+def read_json(path: str) -> data.Row | None:
     """A JSON file's object; None if the file is missing."""
     if not os.path.exists(path):
         return None
@@ -166,23 +166,22 @@ def claim_folder(out: str, tool: str) -> None:
         )
 
 
-def whole_rows(path: str) -> list[tuple[str, dict]]:
-    """(location, row) of a JSONL log, without a cut-off last line."""
+def whole_rows(path: str) -> list[data.Row]:
+    """The rows of a JSONL log, without a cut-off last line."""
     if not os.path.exists(path):
         return []
     with open(path, "rb") as f:
         lines = [line.decode("utf-8", "replace") for line in f if line.endswith(b"\n")]
-    places = [f"{path}:{number}" for number in range(1, len(lines) + 1)]
-    return [(place, data.parse_object(line, place)) for place, line in zip(places, lines)]
+    return [data.parse_object(line, f"{path}:{i}") for i, line in enumerate(lines, 1)]
 
 
-def read_metrics(path: str) -> list[dict]:
+def read_metrics(path: str) -> list[data.Row]:
     """The rows of a log; DataError if one lacks `step`."""
     rows = whole_rows(path)
-    for place, row in rows:
+    for row in rows:
         if not isinstance(row.get("step"), int):
-            raise DataError(f"{place}: the row has no step; mend the line or move the file away")
-    return [row for _, row in rows]
+            raise row.error("the row has no step; mend the line or move the file away")
+    return rows
 
 
 def begin_metrics(path: str, last: int | None) -> list[dict]:

@@ -26,7 +26,7 @@ import runs
 import targets
 import training
 from batching import MicroBatch, assign_groups, plan_updates, training_batch
-from config import ConfigError, at_least, between
+from config import ConfigError, Positive, at_least, between
 from data import DataError
 from distributed import Dist, print0
 from engines.base import EngineConfig, Rollout
@@ -59,19 +59,19 @@ class SFTConfig(TrainConfig):
     """sample: what ranks the gold passages"""
     max_turns: Annotated[int | None, at_least(1)] = None
     """sample: use so many turns, drawn with the seed; unset: all"""
-    samples_per_turn: Annotated[int, at_least(1)] = 1
+    samples_per_turn: Positive = 1
     """sample: responses a turn"""
     temperature: Annotated[float, at_least(0)] = 0.7
     """sample: logits are divided by it"""
-    max_response_tokens: Annotated[int, at_least(1)] = 1024
+    max_response_tokens: Positive = 1024
     """sample: new tokens of a response at most"""
-    max_prompt_tokens: Annotated[int, at_least(1)] = 4096
+    max_prompt_tokens: Positive = 4096
     """sample: turns with a longer few-shot prompt are not sampled, and counted"""
-    max_rank: Annotated[int, at_least(1)] = 1
+    max_rank: Positive = 1
     """sample: keep responses whose gold passage is at this rank or a better one"""
-    keep_per_turn: Annotated[int, at_least(1)] = 1
+    keep_per_turn: Positive = 1
     """sample: different responses of a turn that are kept; all but the first as <id>#<sample>"""
-    chunk: Annotated[int, at_least(1)] = 64
+    chunk: Positive = 64
     """sample: turns between two writes"""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """sample: what samples"""
@@ -80,13 +80,13 @@ class SFTConfig(TrainConfig):
     """train: turns with `response`, or trajectories; empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
     """train: on `response`, or on the human `rewrite` behind the words that it adds"""
-    max_length: Annotated[int, at_least(1)] = 3072
+    max_length: Positive = 3072
     """train: longer rows (prompt and response, in tokens) are dropped and counted"""
     heldout_fraction: Annotated[float, between(0, 0.999)] = 0.1
     """train: share of the conversations that is held out, above 0 at least one of them"""
-    epochs: Annotated[int, at_least(1)] = 2
+    epochs: Positive = 2
     """train: passes over the records"""
-    sequences_per_step: Annotated[int, at_least(1)] = 64
+    sequences_per_step: Positive = 64
     """train: sequences of a step, over all processes; an epoch's last takes what is left"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """train: what follows the warm-up"""
@@ -111,7 +111,7 @@ class Run(training.Run):
     pad_id: int
 
 
-# ==================== one step
+# ---- one step
 
 
 def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
@@ -121,10 +121,9 @@ def steps_per_epoch(rows: int, cfg: SFTConfig) -> int:
 def step_examples(rows: list[Example], step: int, cfg: SFTConfig) -> list[Example]:
     """The rows of optimizer step `step` (from 0), a function of seed and step alone."""
     epoch, position = divmod(step, steps_per_epoch(len(rows), cfg))
-    order = list(range(len(rows)))
+    order, size = list(rows), cfg.sequences_per_step
     random.Random(f"{cfg.seed} {epoch}").shuffle(order)
-    size = cfg.sequences_per_step
-    return [rows[i] for i in order[position * size : (position + 1) * size]]
+    return order[position * size : (position + 1) * size]
 
 
 def step_batches(
@@ -205,7 +204,7 @@ def fit(run: Run, step: int) -> dict:
     return row
 
 
-# ==================== the loop
+# ---- the loop
 
 
 @torch.no_grad()
@@ -218,9 +217,7 @@ def heldout_loss(model: nn.Module, batches: list[MicroBatch]) -> dict[str, float
         sums = [total + float(values.sum()) for total, values in zip(sums, found)]
     nll, correct, tokens = distributed.all_reduce_sum(sums)
     if not math.isfinite(nll):
-        raise Stopped(
-            f"the held-out loss is {nll}: damaged weights; lower lr, or take another model"
-        )
+        raise Stopped(f"the held-out loss is {nll}: damaged weights; lower lr or change the model")
     return {"heldout_loss": nll / tokens, "heldout_accuracy": correct / tokens}
 
 

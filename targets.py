@@ -55,7 +55,7 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> d
     return result
 
 
-# ==================== warm-up
+# ---- warm-up
 
 SAMPLE_KEYS = (  # they decide the records
     "seed max_turns samples_per_turn temperature max_response_tokens max_prompt_tokens max_rank "
@@ -104,9 +104,11 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
         **{key: getattr(cfg, key) for key in INFER_KEYS},
     )
     rows, summary = infer.respond(sampling, turns, dist)
-    ranks, searches = rank_rewrites(retriever, turns, rows, dist)
-    good = {key: rank for key, rank in ranks.items() if rank is not None and rank <= cfg.max_rank}
-    records = select_records(turns, rows, good, cfg.keep_per_turn)
+    searches = rank_rewrites(retriever, turns, rows, dist)
+    ranked = [row for row in rows if "rank" in row]
+    found = [row for row in ranked if row["rank"] is not None]
+    good = [row for row in found if row["rank"] <= cfg.max_rank]
+    records = select_records(turns, good, cfg.keep_per_turn)
     return records, {
         "turns": len(turns),
         "turns_without_gold": without_gold,
@@ -114,52 +116,47 @@ def make_records(cfg, dist: Dist) -> tuple[list[dict], dict]:
         "well_formed": summary["ok"],
         **{key: summary[key] for key in ("malformed", "too_long", "engine_error")},
         "searches": searches,
-        "search_failed": summary["ok"] - len(ranks),
-        "found_in_100": sum(rank is not None for rank in ranks.values()),
+        "search_failed": summary["ok"] - len(ranked),
+        "found_in_100": len(found),
         "within_max_rank": len(good),
-        "turns_covered": len({query_id for query_id, _ in good}),
+        "turns_covered": len({row["query_id"] for row in good}),
         "kept": len(records),
         "mean_tokens": round(sum(row["tokens"] for row in rows) / len(rows), 1),
     }
 
 
-def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> tuple[dict, int]:
-    """Return {(query id, sample): rank} of well-formed rows without failed searches, and the number
-    of searches; equal rewrites of a turn are searched once. A collective."""
+def rank_rewrites(retriever, turns: list[Turn], rows: list[dict], dist: Dist) -> int:
+    """Set `rank` in the well-formed rows whose search did not fail; return the number of searches:
+    equal rewrites of a turn are searched once. A collective."""
     golds = {t.query_id: t.gold_ids for t in turns}
-    good = [row for row in rows if row["status"] == "ok"]
-    searches = list(dict.fromkeys((row["query_id"], row["rewrite"]) for row in good))
+    good = [((row["query_id"], row["rewrite"]), row) for row in rows if row["status"] == "ok"]
+    searches = list(dict.fromkeys(search for search, _ in good))
     mine = searches[dist.rank :: dist.world]
     own = retriever.gold_ranks([text for _, text in mine], [golds[q] for q, _ in mine], cutoff=100)
     parts = distributed.gather_objects(dict(zip(mine, own)))
-    found = {search: rank for part in parts for search, rank in part.items()}
-    keys = {(row["query_id"], row["sample"]): (row["query_id"], row["rewrite"]) for row in good}
-    ranks = {key: found[search] for key, search in keys.items()}
-    ranks = {key: rank for key, rank in ranks.items() if rank is None or not math.isnan(rank)}
-    return ranks, len(searches)
+    ranks = {search: rank for part in parts for search, rank in part.items()}
+    for search, row in good:
+        if ranks[search] is None or not math.isnan(ranks[search]):
+            row["rank"] = ranks[search]
+    return len(searches)
 
 
-def select_records(
-    turns: list[Turn], rows: list[dict], good: dict[tuple[str, int], int], keep_per_turn: int
-) -> list[dict]:
-    """Make records of the responses in `good` ((query id, sample) → rank)."""
-    samples: dict[str, list[dict]] = {}
-    for row in rows:
-        if (key := (row["query_id"], row["sample"])) in good:
-            samples.setdefault(row["query_id"], []).append(row | {"rank": good[key]})
+def select_records(turns: list[Turn], good: list[dict], keep_per_turn: int) -> list[dict]:
+    """Make records of the rows in `good`, the best of each turn."""
+    best: dict[str, dict[str, dict]] = {}  # query id → response → its best row
+    for row in sorted(good, key=lambda row: (row["rank"], row["sample"])):
+        best.setdefault(row["query_id"], {}).setdefault(row["response"].strip(), row)
     records = []
     for turn in turns:
-        kept: dict[str, dict] = {}  # response → its best row
-        for row in sorted(samples.get(turn.query_id, []), key=lambda r: (r["rank"], r["sample"])):
-            kept.setdefault(row["response"].strip(), row)
-        for i, (response, row) in enumerate(list(kept.items())[:keep_per_turn]):
+        kept = list(best.get(turn.query_id, {}).items())[:keep_per_turn]
+        for i, (response, row) in enumerate(kept):
             query_id = f"{turn.query_id}#{row['sample']}" if i else turn.query_id
             record = dataclasses.replace(turn, query_id=query_id, response=response).record()
             records.append(record | {"rank": row["rank"], "sample": row["sample"]})
     return records
 
 
-# ==================== rows
+# ---- rows
 
 
 @dataclass(frozen=True)

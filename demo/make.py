@@ -24,7 +24,7 @@ from config import at_least, run  # noqa: E402
 from data import DataError, Turn, read_lines  # noqa: E402
 from runs import atomic_write, write_jsonl  # noqa: E402
 
-# ------------------------------------------------------------------------------- entities, facts
+# ---- entities, facts
 
 
 class Reference(NamedTuple):
@@ -84,16 +84,16 @@ def read_tables(seed: int) -> list[Entity]:
     """All entities with facts; `seed` chooses the passages' templates."""
     with open(f"{HERE}/tables/templates.yaml", encoding="utf-8") as f:
         forms = yaml.safe_load(f)
-    rows: list[tuple[str, str, dict[str, str]]] = []  # kind, normalised name, row
+    rows: list[tuple[str, dict[str, str]]] = []  # kind, row
     for kind in forms:
         header, *lines = (line.split("\t") for _, line in read_lines(f"{HERE}/tables/{kind}.tsv"))
-        for row in (dict(zip(header, line)) for line in lines):
-            rows.append((kind, bare(row["name"]).lower(), row))
-    kinds = Counter(name for _, name in {(kind, name) for kind, name, _ in rows})
+        rows += [(kind, dict(zip(header, line))) for line in lines]
+    names = {(kind, bare(row["name"]).lower()) for kind, row in rows}
+    kinds = Counter(name for _, name in names)
     entities: list[Entity] = []
     ids = (f"demo-{number:05d}" for number in itertools.count(1))
-    for kind, name, row in rows:
-        entity = Entity(kind, forms[kind], row, shared=kinds[name] > 1)
+    for kind, row in rows:
+        entity = Entity(kind, forms[kind], row, shared=kinds[bare(row["name"]).lower()] > 1)
         for aspect, form in forms[kind]["aspects"].items():
             if value := row.get(aspect):
                 entity.facts[aspect] = fact = Fact(entity, aspect, form, value, next(ids))
@@ -115,7 +115,7 @@ def facts_of(entities: list[Entity]) -> list[Fact]:
     return [fact for entity in entities for fact in entity.facts.values()]
 
 
-# --------------------------------------------------------------------------------- conversations
+# ---- conversations
 
 
 class Conversation:

@@ -103,7 +103,7 @@ class Judge:
         with only_writer(folder, name):
             rows = [
                 row
-                for _, row in whole_rows(self.path)
+                for row in whole_rows(self.path)
                 if row.get("judgement") in JUDGEMENTS and "prompt" in row
             ]
             write_jsonl(self.path, rows)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Iterator
 
-from data import DataError, Turn, as_text, one_line, read_lines
+from data import DataError, Row, Turn, as_text, one_line, read_lines
 from runs import atomic_write
 from sources.files import (
     CUT_OFF,
@@ -21,7 +21,6 @@ from sources.files import (
     Build,
     DevConfig,
     PublicConfig,
-    Row,
     bucket,
     json_rows,
     tab_pairs,
@@ -29,17 +28,17 @@ from sources.files import (
 )
 
 
-# ------------------------------------------------------------------------------------- topiocqa
+# ---- topiocqa
 
 
-def topiocqa(cfg: DevConfig, build: Build) -> None:
+def topiocqa(build: Build) -> None:
     """TopiOCQA from its five official files; the dev set becomes test, as in the papers.
 
     Only the first positive passage is gold; ids are those of the TSV. `t5_rewrite` is filled where
     the file of T5 rewrites is present.
     """
-    turns = [t for split in ("train", "dev") for t in topiocqa_turns(cfg, build.paths, split)]
-    build.write_splits(cfg.splits(), turns)
+    turns = [(name, t) for name in ("train", "dev") for t in topiocqa_turns(build.paths, name)]
+    build.write_splits(build.cfg.splits(), turns)
 
     def passages() -> Iterator[dict]:
         for row in table_rows(build.paths["passages"]):
@@ -49,8 +48,8 @@ def topiocqa(cfg: DevConfig, build: Build) -> None:
     build.write_corpus(passages())
 
 
-def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterator[tuple[str, Turn]]:
-    """(split, turn) pairs of an official split; its files are aligned by row."""
+def topiocqa_turns(paths: dict[str, str], split: str) -> Iterator[Turn]:
+    """Turns of an official split; its files are aligned by row."""
     keys = (f"{split}_{what}" for what in ("turns", "golds", "rewrites"))
     files = [paths[key] for key in keys if key in paths]
     for row, *beside in itertools.zip_longest(*map(json_rows, files), fillvalue=Row({}, files[0])):
@@ -63,9 +62,7 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
                 )
         turn, context = row.number("Turn_no"), row.texts("Context")
         if len(context) != 2 * (turn - 1):
-            raise row.error(
-                f"turn {turn} has {len(context)} texts of context, not {2 * (turn - 1)}"
-            )
+            raise row.error(f"turn {turn} has {len(context)} texts of context, not {2 * turn - 2}")
         positives = beside[0].rows("positive_ctxs")
         if not positives:
             raise beside[0].error("no positive passage; every published turn has one")
@@ -74,15 +71,14 @@ def topiocqa_turns(cfg: DevConfig, paths: dict[str, str], split: str) -> Iterato
         record = Turn(f"{key}_{turn}", key, turn, pairs, row.text("Question"), golds)
         record.answer = row.text("Answer")
         record.extra = {"topic": row.text("Topic"), "topic_section": row.text("Topic_section")}
-        for rewritten in beside[1:]:
-            record.extra["t5_rewrite"] = rewritten.text("question")
-        yield cfg.split(split, key), record
+        record.extra |= {"t5_rewrite": rewritten.text("question") for rewritten in beside[1:]}
+        yield record
 
 
-# ---------------------------------------------------------------------------------------- qrecc
+# ---- qrecc
 
 
-def qrecc(cfg: DevConfig, build: Build) -> None:
+def qrecc(build: Build) -> None:
     """QReCC from SCAI's turn files and the passage archive.
 
     Passage ids count from 0; line n + 1 of raw_ids.txt is the raw id of passage n. Turns without
@@ -91,7 +87,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
     turns, counts, numbers = [], build.counts, {}  # numbers: gold raw id → passage id
     for split in ("train", "test"):
         for turn in qrecc_turns(build.paths[f"{split}_turns"], split):
-            turns.append((cfg.split(split, turn.conversation_id), turn))
+            turns.append((split, turn))
             counts[f"{split}_rows"] += 1
             counts[f"{split}_turns"] += bool(turn.gold_ids)
             build.golds.update(turn.gold_ids)
@@ -113,7 +109,7 @@ def qrecc(cfg: DevConfig, build: Build) -> None:
         build.write_corpus(passages(raw_ids))
     for _, turn in turns:
         turn.gold_ids = [numbers[raw] for raw in turn.gold_ids if raw in numbers]
-    build.write_splits(cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
+    build.write_splits(build.cfg.splits(), (pair for pair in turns if pair[1].gold_ids))
 
 
 def qrecc_members(names: list[str]) -> list[str]:
@@ -150,7 +146,7 @@ def qrecc_turns(path: str, split: str) -> Iterator[Turn]:
         yield record
 
 
-# --------------------------------------------------------------------------------------- canard
+# ---- canard
 
 
 def ten_split(key: str) -> str:
@@ -159,7 +155,7 @@ def ten_split(key: str) -> str:
     return "train" if number < 6 else "dev" if number == 6 else "test"
 
 
-def canard(cfg: PublicConfig, build: Build) -> None:
+def canard(build: Build) -> None:
     """CANARD's dev.json, whose answers become the passages; split by article.
 
     A dialogue's longest history gives all answers but the last. Turns without an answer, or with
@@ -195,12 +191,12 @@ def canard(cfg: PublicConfig, build: Build) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- mtrag
+# ---- mtrag
 
 DOMAINS = ("clapnq", "cloud", "fiqa", "govt")
 
 
-def mtrag(cfg: PublicConfig, build: Build) -> None:
+def mtrag(build: Build) -> None:
     """MTRAG's human conversations and four corpora, split by conversation.
 
     `source` is a copy of github.com/IBM/mt-rag-benchmark. Conversations are numbered from 1 in the
@@ -242,14 +238,14 @@ def mtrag(cfg: PublicConfig, build: Build) -> None:
 def mtrag_passages(build: Build) -> Iterator[dict]:
     for domain in DOMAINS:
         for row in json_rows(build.paths[f"{domain}_passages"]):
-            title, text = one_line(row.get("title") or ""), row.text("text")
+            title, text = row.line("title", required=False), row.text("text")
             head, _, rest = text.partition("\n")  # indexed texts repeat the title here
             text = one_line(rest if one_line(head) == title else text)
             build.counts[f"{domain} passages"] += 1
             yield {"id": row.text("_id"), "title": title, "text": text, "domain": domain}
 
 
-# ----------------------------------------------------------------------------------- TREC CAsT
+# ---- TREC CAsT
 
 
 @dataclass
@@ -260,7 +256,7 @@ class CastConfig(PublicConfig):
     """lowest grade of a gold passage or document; the qrels keep all grades"""
 
 
-def cast(cfg: CastConfig, build: Build) -> None:
+def cast(build: Build) -> None:
     """TREC CAsT: the judged turns become test, with manual rewrites and the official grades.
 
     2019 and 2020 use MS MARCO and TREC CAR; turns have no answer in 2019 and the automatic
@@ -268,15 +264,14 @@ def cast(cfg: CastConfig, build: Build) -> None:
     `gold_ids` are documents, passage ids DOCUMENT-N (`evaluate.py documents=true`).
     """
     paths, judged = build.paths, defaultdict(dict)
-    for number, line in read_lines(paths["qrels"]):
+    path = paths["qrels"]
+    for number, line in read_lines(path):
         found = re.fullmatch(r"(\S+)\s+\S+\s+(\S+)\s+(-?\d+)\s*", line)
         if not found:
-            raise DataError(
-                f"{paths['qrels']}:{number}: {line[:80]!r}; it must be query, 0, passage, grade"
-            )
+            raise DataError(f"{path}:{number}: {line[:80]!r} must be query, 0, passage, grade")
         judged[found[1]][found[2]] = int(found[3])
     golds = {
-        key: [passage for passage, grade in grades.items() if grade >= cfg.relevant_from]
+        key: [passage for passage, grade in grades.items() if grade >= build.cfg.relevant_from]
         for key, grades in judged.items()
     }
     build.golds.update(*golds.values())
@@ -331,9 +326,7 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
     try:
         from trec_car.read_data import iter_paragraphs
     except ImportError as e:
-        raise DataError(
-            f"{build.paths['car']} is read by TREC CAR's package: pip install trec-car-tools"
-        ) from e
+        raise DataError("TREC CAR's files need a package: pip install trec-car-tools") from e
 
     def both() -> Iterator[tuple[str, str]]:
         for key, text in tab_pairs(build.paths["marco"]):
@@ -356,11 +349,10 @@ def cast_passages(build: Build, texts: dict[str, str]) -> Iterator[dict]:
 
 def cast_documents(build: Build) -> Iterator[dict]:
     """Passages from the track's own tool, one document per line, without duplicates."""
-    files = sorted(glob.glob(os.path.join(glob.escape(build.cfg.source), "passages", "*.jsonl")))
+    source = build.cfg.source
+    files = sorted(glob.glob(os.path.join(glob.escape(source), "passages", "*.jsonl")))
     if not files:
-        raise DataError(
-            f"source={build.cfg.source}: the passages are missing:\n{build.known['passages']}"
-        )
+        raise DataError(f"source={source}: the passages are missing:\n{build.known['passages']}")
     left_out = {f"MARCO_{key}" for key in duplicates(build)}
     for row in itertools.chain.from_iterable(map(json_rows, files)):
         document, title = row.text("id"), row.line("title")

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Callable, Iterator, NamedTuple
 
 from config import at_least
-from data import DataError, Question, one_line
+from data import DataError, Question, Row
 from runs import write_jsonl
 from sources.files import (
     Build,
     DevConfig,
     PublicConfig,
-    Row,
     json_rows,
     make_once,
     sha256,
@@ -26,7 +25,7 @@ from sources.files import (
 )
 from sources.questions import golden, title_and_text
 
-# -------------------------------------------------------------------------------- cutting
+# ---- cutting
 
 _CLOSERS = "\"'”’)]»"
 
@@ -159,8 +158,7 @@ def chunk(cfg: ChunkConfig) -> dict:
         def passages() -> Iterator[dict]:
             for row in json_rows(cfg.source):
                 if "text" in row:
-                    title = row.line("title") if row.get("title") is not None else ""
-                    text = row.text("text")
+                    title, text = row.line("title", required=False), row.text("text")
                 else:
                     title, text = title_and_text(row.text("contents"))
                 counts["documents"] += 1
@@ -176,7 +174,7 @@ def chunk(cfg: ChunkConfig) -> dict:
     return make_once(cfg, {"command": "chunk", "config": config}, fill)
 
 
-# ---------------------------------------------------------------------------- multihop-rag
+# ---- multihop-rag
 
 
 @dataclass
@@ -187,7 +185,7 @@ class MultihopragConfig(Cut, DevConfig):
     """size of test: the first of a shuffle with seed 42, as DeepSearch-RL's val"""
 
 
-def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
+def multihoprag(build: Build) -> None:
     """MultiHop-RAG: 609 news articles cut into passages, 2,556 questions.
 
     A passage is gold if it holds a fact of the evidence, ignoring white space (as the authors do),
@@ -195,7 +193,8 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
     Split like `convert_dataset.py` of ninehills/deepsearch-rl.
     """
     articles: dict[str, Article] = {}  # by url and by title
-    cut, counts = cfg.cutter("multihoprag-c", 5), build.counts
+    cfg, counts = build.cfg, build.counts
+    cut = cfg.cutter("multihoprag-c", 5)
 
     def passages() -> Iterator[dict]:
         for row in json_rows(build.paths["corpus"]):
@@ -207,7 +206,7 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
                 article.spans.append((start, end, passage["id"]))
                 yield passage
             counts["articles"] += 1
-            for key in (row.get("url"), title):
+            for key in filter(None, (row.text("url", required=False), title)):
                 articles.setdefault(key, article)
 
     build.write_corpus(passages())
@@ -220,7 +219,7 @@ def multihoprag(cfg: MultihopragConfig, build: Build) -> None:
         key, evidence = f"multihoprag-{number}", row.rows("evidence_list")
         metadata = {"type": row.text("question_type"), "evidence_list": evidence}
         question = Question(key, row.line("query"), golden([row.text("answer")], row), metadata)
-        splits.append((cfg.split("test" if place < cfg.test_questions else "train", key), question))
+        splits.append(("test" if place < cfg.test_questions else "train", question))
         judged[key] = relevant(evidence, articles, counts)
     build.write_splits(cfg.splits(), splits, judged)
 
@@ -229,7 +228,8 @@ def relevant(evidence: list[Row], articles: dict[str, Article], counts: Counter)
     """Gold passage id → 1; empty if any fact was not found."""
     found = []
     for item in evidence:
-        article = articles.get(item.get("url")) or articles.get(one_line(item.get("title") or ""))
+        keys = item.text("url", required=False), item.line("title", required=False)
+        article = articles.get(keys[0]) or articles.get(keys[1])
         found.append(article.holding(item.text("fact")) if article else [])
     counts["facts"] += len(found)
     counts["facts_not_in_their_article"] += sum(not ids for ids in found)
@@ -258,7 +258,7 @@ class Article(NamedTuple):
         return whole[:1] or [key for start, end, key in self.spans if start < last and first < end]
 
 
-# ------------------------------------------------------------------------- graphrag-bench
+# ---- graphrag-bench
 
 
 @dataclass
@@ -266,13 +266,14 @@ class GraphragConfig(Cut, PublicConfig):
     """`prepare.py graphrag-novel` and `graphrag-medical`"""
 
 
-def graphrag(cfg: GraphragConfig, build: Build) -> None:
+def graphrag(build: Build) -> None:
     """GraphRAG-Bench: novels or a medical guideline, cut into passages; all questions are test.
 
     Evidence is paraphrased, so there are no qrels; `metadata` keeps it, `source` (the document)
     and `type`. A repeated id gets `-2`.
     """
-    cut, counts, seen, splits = cfg.cutter(f"{build.name}-c", 5), build.counts, Counter(), []
+    cut, counts = build.cfg.cutter(f"{build.name}-c", 5), build.counts
+    seen, splits = Counter(), []
 
     def passages() -> Iterator[dict]:
         for row in json_rows(build.paths["corpus"]):

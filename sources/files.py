@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import sys
 import zipfile
 import zlib
@@ -23,13 +22,12 @@ from typing import Annotated, Any, Callable, Collection, Iterable, Iterator
 
 import yaml
 
-from config import between, save_config
+from config import between, check_given, save_config
 from data import (
     DataError,
     Question,
+    Row,
     Turn,
-    as_text,
-    as_texts,
     item_id,
     one_line,
     open_input,
@@ -38,13 +36,13 @@ from data import (
     read_jsonl,
     read_lines,
 )
-from runs import Progress, atomic_folder, atomic_write, only_writer, write_jsonl
+from runs import Progress, atomic_folder, atomic_write, only_writer, write_json, write_jsonl
 
 SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
 
 
-# -------------------------------------------------------------------------------- output folders
+# ---- output folders
 
 
 def sha256(*paths: str) -> str:
@@ -63,21 +61,19 @@ def make_once(cfg: Any, made: dict, write: Callable[[str], dict]) -> dict:
     made.json stores `made`; a folder made with the same `made` is kept. DataError: the folder
     holds other files, or the result is empty.
     """
-    if not cfg.out:
-        raise DataError("out is empty; give out=FOLDER")
+    check_given(cfg, "out")
     if earlier := already_made(cfg.out, made):
         return {"out": cfg.out, **earlier, "already_there": True}
     parent, name = os.path.split(cfg.out.rstrip("/"))
     with only_writer(parent or ".", name), atomic_folder(cfg.out) as folder:
         result = write(folder)
-        names = [name for name in os.listdir(folder) if name.endswith(".jsonl")]
-        names = [name for name in names if name != "corpus.jsonl"] or names
-        if names and not any(os.path.getsize(f"{folder}/{name}") for name in names):
-            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
         save_config(cfg, f"{folder}/config.yaml")
         sizes = {name: os.path.getsize(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
-        with atomic_write(f"{folder}/made.json") as f:
-            json.dump(made | {"result": result, "files": sizes}, f, indent=1)
+        rows = [name for name in sizes if name.endswith(".jsonl")]
+        rows = [name for name in rows if name != "corpus.jsonl"] or rows
+        if rows and not any(sizes[name] for name in rows):
+            raise DataError(f"out={cfg.out}: the result would be empty; are the files cut off?")
+        write_json(f"{folder}/made.json", made | {"result": result, "files": sizes})
     return {"out": cfg.out, **result, "already_there": False}
 
 
@@ -99,7 +95,7 @@ def already_made(out: str, made: dict) -> dict | None:
     return stamp["result"] if sizes == files and made.items() <= stamp.items() else None
 
 
-# --------------------------------------------------------------------------------- public sets
+# ---- public sets
 
 
 @dataclass
@@ -115,10 +111,14 @@ class PublicConfig:
     download: bool = False
     """download missing files into `source`; an interrupted download is resumed"""
 
+    def split(self, official: str, key: str) -> str:
+        """The split of a conversation or question."""
+        return official
+
 
 @dataclass
 class DevConfig(PublicConfig):
-    """Options of sets without a dev split of their own."""
+    """Options of sets without a dev split of their own: the official dev set becomes test."""
 
     dev_percent: Annotated[int, between(0, 99)] = 0
     """percentage of the training conversations or questions that become dev"""
@@ -127,7 +127,6 @@ class DevConfig(PublicConfig):
         return SPLITS if self.dev_percent else ("train", "test")
 
     def split(self, official: str, key: str) -> str:
-        """The split of a conversation or question; the official dev set becomes test."""
         if official != "train":
             return "test"
         return "dev" if bucket(key, 100) < self.dev_percent else "train"
@@ -216,7 +215,7 @@ class Build:
         rows: Iterable[tuple[str, Turn | Question]],
         judged: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        """Write `{split}.jsonl` from (split, record) rows, and `{split}.qrels` if any is judged.
+        """Write `{split}.jsonl` from (official split, record) rows, and qrels if any is judged.
 
         `judged`: record id → passage id → grade; None: the turns' golds with grade 1.
         """
@@ -231,7 +230,11 @@ class Build:
         if judged is None:
             judged = {turn.query_id: dict.fromkeys(turn.gold_ids, 1) for _, turn in rows}
         for name in names:
-            records = {item_id(record): record for split, record in rows if split == name}
+            records = {
+                item_id(record): record
+                for split, record in rows
+                if self.cfg.split(split, record.conversation_id if turns else record.id) == name
+            }
             write_jsonl(f"{self.folder}/{name}.jsonl", (r.record() for r in records.values()))
             grades = {key: judged[key] for key in records if judged.get(key)}
             if grades:
@@ -248,14 +251,14 @@ class Build:
         self.check_counts(self.counts)
 
 
-def make_public(name: str, write: Callable[[Any, Build], None], cfg: PublicConfig) -> dict:
+def make_public(name: str, write: Callable[[Build], None], cfg: PublicConfig) -> dict:
     """Make data set `name` in `cfg.out` unless it is there; returns its counts."""
     config = dataclasses.asdict(cfg) | {"out": "", "download": False}
     made = {"command": name, "config": config, "rules": 1}
 
     def fill(folder: str) -> dict:
         build = Build(name, cfg, folder)
-        write(cfg, build)
+        write(build)
         build.check_counts(build.unchecked)
         made["inputs"] = {
             key: {"path": path, "bytes": os.path.getsize(path)} for key, path in build.paths.items()
@@ -304,59 +307,7 @@ def fetch(url: str, path: str) -> None:
     os.replace(part, path)
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
-class Row(dict):
-    """A JSON object; a bad field raises DataError with file and line."""
-
-    def __init__(self, fields: Any, location: str):
-        super().__init__(fields)
-        self.location = location
-
-    def error(self, problem: str) -> DataError:
-        return DataError(f"{self.location}: {problem}")
-
-    def field(self, key: str, kind: type) -> Any:
-        value = self.get(key)
-        if not isinstance(value, kind):
-            raise self.error(
-                f"{key!r} is {str(value)[:60]!r}; the published format has a {kind.__name__} "
-                f"there (fields found: {', '.join(map(str, self))[:200]})"
-            )
-        return value
-
-    def text(self, key: str) -> str:
-        """A string; a number is converted."""
-        text = as_text(self.get(key))
-        return self.field(key, str) if text is None else text
-
-    def line(self, key: str) -> str:
-        return one_line(self.text(key))
-
-    def number(self, key: str) -> int:
-        """An integer, also from a string."""
-        text = self.text(key).strip()
-        return int(text) if re.fullmatch(r"-?\d{1,18}", text) else self.field(key, int)
-
-    def texts(self, key: str) -> list[str]:
-        texts = as_texts(self.field(key, list))
-        if texts is None:
-            raise self.error(f"{key!r} is {str(self[key])[:60]!r}; a list of texts is expected")
-        return texts
-
-    def rows(self, key: str) -> list[Row]:
-        values = self.field(key, list)
-        if not all(isinstance(value, dict) for value in values):
-            raise self.error(f"{key!r} is {str(values)[:60]!r}; a list of objects is expected")
-        return [Row(value, self.location) for value in values]
-
-    def object(self, key: str) -> Row:
-        """An object, also from JSON text; empty if absent or null."""
-        value = self.get(key)
-        if isinstance(value, str) and value:
-            return Row(parse_object(value, f"{self.location}: {key}"), self.location)
-        return Row(self.field(key, dict) if value else {}, self.location)
+# ---- reading
 
 
 def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> Iterator[Row]:
@@ -369,8 +320,8 @@ def json_rows(path: str, members: Callable[[list[str]], list[str]] = list) -> It
         return
     with open_input(path) as f:
         array = f.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    for place, row in read_array(path) if array else read_jsonl(path):
-        yield Row(row, place if array else f"{path}:{place}")
+    for _, row in read_array(path) if array else read_jsonl(path):
+        yield row
 
 
 def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[Row]:
@@ -382,7 +333,7 @@ def zip_rows(path: str, members: Callable[[list[str]], list[str]]) -> Iterator[R
                 for number, line in enumerate(text, 1):
                     location = f"{path}:{member}:{number}"
                     if line.strip():
-                        yield Row(parse_object(line, location), location)
+                        yield parse_object(line, location)
     except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error, UnicodeDecodeError) as e:
         raise DataError(f"{path}: {e}; the archive is broken or incomplete, fetch it again") from e
 
@@ -393,12 +344,11 @@ def table_rows(path: str) -> Iterator[Row]:
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), delimiter="\t")
     try:
         header = [one_line(name) for name in next(reader, [])]
-        for cells in reader:
+        for cells in filter(any, reader):
             row = Row(zip(header, cells), f"{path}:{reader.line_num}")
-            if any(cells) and len(cells) != len(header):
+            if len(cells) != len(header):
                 raise row.error(f"{len(cells)} columns where the first line has {len(header)}")
-            if any(cells):
-                yield row
+            yield row
     except csv.Error as e:
         raise DataError(f"{path}:{reader.line_num}: {e}; fetch the file again") from e
 

@@ -15,10 +15,10 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 import regex
 
-from data import Question, as_texts, one_line, scorable
-from sources.files import CUT_OFF, Build, DevConfig, PublicConfig, Row, json_rows
+from data import Question, Row, as_texts, one_line, scorable
+from sources.files import Build, DevConfig, PublicConfig, json_rows
 
-# ---------------------------------------------------------------------------- pools of paragraphs
+# ---- pools of paragraphs
 
 
 class Judged(NamedTuple):
@@ -62,15 +62,7 @@ def golden(answers: list, row: Row) -> list[str]:
     return list(dict.fromkeys(text.strip() for text in texts if scorable(text)))
 
 
-def question_of(row: Row, key: str, answers: list, metadata: dict) -> Question:
-    """The question of a row; its id, `row[key]`, must hold no blank (TREC files)."""
-    value = row.text(key)
-    if value.split() != [value]:
-        raise row.error(f"{key} {value!r} is empty or holds a blank; {CUT_OFF}")
-    return Question(value, row.line("question"), golden(answers, row), metadata)
-
-
-# ---------------------------------------------------------------------------- train and dev files
+# ---- train and dev files
 
 
 @dataclass
@@ -81,15 +73,13 @@ class MultihopConfig(DevConfig):
     """read the train file too; false: questions and corpus are from dev alone"""
 
 
-def write_multihop(
-    cfg: MultihopConfig, build: Build, judge: Callable[[Row], Judged | None]
-) -> None:
+def write_multihop(build: Build, judge: Callable[[Row], Judged | None]) -> None:
     """Write the splits and the pooled paragraphs; `judge` parses a row.
 
     Unanswerable rows (None) and those without question or answer are left out and counted.
     """
     pool, kept, judged, counts = Pool(), [], {}, build.counts
-    for official in ("train", "dev") if cfg.train else ("dev",):
+    for official in ("train", "dev") if build.cfg.train else ("dev",):
         for row in map(judge, json_rows(build.paths[official])):
             counts[f"{official} questions" if row else "unanswerable"] += 1
             if row and not (row.question.question and row.question.golden_answers):
@@ -98,21 +88,22 @@ def write_multihop(
                 key = row.question.id
                 hashes = [pool.add(*paragraph) for paragraph in row.paragraphs]
                 counts["questions_without_all_gold"] += not row.golds
-                kept.append((cfg.split(official, key), row.question))
+                kept.append((official, row.question))
                 judged[key] = [hashes[gold] for gold in row.golds]
     ids = pool.ids(build.name)
     grades = {key: {ids[gold]: 1 for gold in golds} for key, golds in judged.items()}
-    build.write_splits(cfg.splits() if cfg.train else ("test",), kept, grades)
+    names = build.cfg.splits() if build.cfg.train else ("test",)
+    build.write_splits(names, kept, grades)
     passages = ((key, *pool[hashed]) for hashed, key in ids.items())
     build.write_corpus({"id": key, "title": t, "text": text} for key, t, text in passages)
 
 
-def musique(cfg: MultihopConfig, build: Build) -> None:
+def musique(build: Build) -> None:
     """MuSiQue-Ans v1.0: 20 paragraphs per question, 2 to 4 of them gold; dev becomes test.
 
     `metadata` keeps the hop structure ("2hop", "3hop1", …) as `type`, and the sub-questions.
     """
-    write_multihop(cfg, build, musique_row)
+    write_multihop(build, musique_row)
 
 
 def musique_row(row: Row) -> Judged | None:
@@ -124,19 +115,20 @@ def musique_row(row: Row) -> Judged | None:
     by_hop = [place.get(hop.get("paragraph_support_idx")) for hop in hops]
     kept = [{key: hop.get(key) for key in ("id", "question", "answer")} for hop in hops]
     metadata = {"type": row.text("id").partition("__")[0], "question_decomposition": kept}
+    answers = golden([row.text("answer"), *row.texts("answer_aliases")], row)
     return Judged(
-        question_of(row, "id", [row.text("answer"), *row.texts("answer_aliases")], metadata),
+        Question(row.id("id"), row.line("question"), answers, metadata),
         [(part.text("title"), part.text("paragraph_text")) for part in given],
         list(dict.fromkeys([i for i in by_hop if i in flagged] + flagged)),
     )
 
 
-def hotpotqa(cfg: MultihopConfig, build: Build) -> None:
+def hotpotqa(build: Build) -> None:
     """HotpotQA, distractor setting: 10 paragraphs per question, 2 of them gold; dev becomes test.
 
     `metadata` keeps type, level and supporting facts.
     """
-    write_multihop(cfg, build, lambda row: hotpot_row(row, "", ("type", "level")))
+    write_multihop(build, lambda row: hotpot_row(row, "", ("type", "level")))
 
 
 def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = ()) -> Judged:
@@ -155,11 +147,12 @@ def hotpot_row(row: Row, joint: str, kept: tuple[str, ...], aliases: Iterable = 
         for wanted in dict.fromkeys(title for title, _ in facts)
     ]
     metadata = {key: row[key] for key in kept if key in row} | {"supporting_facts": facts}
-    question = question_of(row, "_id", [row.text("answer"), *aliases], metadata)
+    answers = golden([row.text("answer"), *aliases], row)
+    question = Question(row.id("_id"), row.line("question"), answers, metadata)
     return Judged(question, paragraphs, sum(places, []) if all(places) else [])
 
 
-def twowiki(cfg: MultihopConfig, build: Build) -> None:
+def twowiki(build: Build) -> None:
     """2WikiMultihopQA (April 2021): 10 paragraphs per question, 2 or 4 gold; dev becomes test.
 
     Aliases and demonyms of the answer's entity are golden answers too, as in the official
@@ -171,12 +164,13 @@ def twowiki(cfg: MultihopConfig, build: Build) -> None:
     }
 
     def judge(row: Row) -> Judged:
-        return hotpot_row(row, " ", ("type", "evidences"), aliases.get(row.get("answer_id"), ()))
+        others = aliases.get(row.text("answer_id", required=False), ())
+        return hotpot_row(row, " ", ("type", "evidences"), others)
 
-    write_multihop(cfg, build, judge)
+    write_multihop(build, judge)
 
 
-# ----------------------------------------------------------------------------------------- wiki18
+# ---- wiki18
 
 
 def title_and_text(contents: str) -> tuple[str, str]:
@@ -190,15 +184,14 @@ def title_and_text(contents: str) -> tuple[str, str]:
     return title.strip(), text.strip()
 
 
-def wiki18(cfg: PublicConfig, build: Build) -> None:
+def wiki18(build: Build) -> None:
     """wiki-18, the corpus of Search-R1 and ReSearch: 21 M passages of 100 words (December 2018)."""
 
     def passages() -> Iterator[dict]:
         for row in json_rows(build.paths["passages"]):
-            if "contents" in row:
-                title, text = title_and_text(row.text("contents"))
-            else:  # as FlashRAG's preprocess_wiki.py writes it
-                title, text = title_and_text(f"{row.text('title')}\n{row.text('text')}")
+            if "contents" not in row:  # as FlashRAG's preprocess_wiki.py writes it
+                row["contents"] = f"{row.text('title')}\n{row.text('text')}"
+            title, text = title_and_text(row.text("contents"))
             build.counts["without_title"] += not title
             build.counts["without_text"] += not text
             yield {"id": row.text("id"), "title": title, "text": text}

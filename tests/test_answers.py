@@ -298,7 +298,7 @@ def test_what_stands_behind_the_array_is_not_lost_in_silence(tmp_path, behind):
     path.write_text('[{"id": "a", "prediction": "x"}] \n')
     assert read_predictions(str(path)) == {"a": Prediction("x")}
     path.write_text('[{"id": "a", "prediction": "x"}]\n' + behind)
-    with pytest.raises(DataError, match="the array of 1 objects is followed by"):
+    with pytest.raises(DataError, match="after 1 objects of a JSON array stands .* not the end"):
         read_predictions(str(path))
     with pytest.raises(DataError, match="none.json: No such file"):
         read_predictions(str(tmp_path / "none.json"))
@@ -311,7 +311,7 @@ def test_questions_whose_golden_answers_are_nothing_are_refused(tmp_path, golds)
         {"id": "b", "question": "?", "golden_answers": golds},
     ]
     with pytest.raises(
-        DataError, match="q.jsonl:2: golden_answers of b must be .*not blank or punctuation alone"
+        DataError, match="q.jsonl:2: 'golden_answers' is .*not blank or punctuation alone"
     ):
         read_questions(put(tmp_path / "q.jsonl", rows))
     assert read_questions(put(tmp_path / "q.jsonl", rows[:1]))[0].golden_answers == ["Lima"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gzip
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -290,7 +293,7 @@ def test_duplicate_passage_id(tmp_path):
         tmp_path,
         [{"id": "7", "contents": "a"}, {"id": "8", "contents": "b"}, {"id": 7, "contents": "c"}],
     )
-    with pytest.raises(data.DataError, match=re.escape(path) + ":3: passage id '7'"):
+    with pytest.raises(data.DataError, match=re.escape(path) + ":3: id '7'"):
         list(data.read_corpus(path))
 
 
@@ -421,8 +424,8 @@ def test_gold_ids_are_texts_once_each(tmp_path):
         ({"gold_ids": [["x"]]}, "gold_ids"),
         ({"gold_ids": {"x": 1}}, "gold_ids"),
         ({"gold_ids": [True]}, "gold_ids"),
-        ({"gold_ids": [""]}, "gold id"),
-        ({"gold_ids": ["a b"]}, "gold id"),
+        ({"gold_ids": [""]}, "gold_ids '"),
+        ({"gold_ids": ["a b"]}, "gold_ids '"),
         ({"answer": ["x"]}, "answer"),
         ({"query_id": "first"}, "'first' occurs a second time"),
     ],
@@ -435,7 +438,7 @@ def test_bad_turns_name_line_and_field(tmp_path, change, said):
 
 def test_infinite_turn_number(tmp_path):
     path = put(tmp_path, '{"query_id": "a", "question": "q", "turn": 1e999}\n')
-    with pytest.raises(data.DataError, match=":1: turn inf"):
+    with pytest.raises(data.DataError, match=":1: 'turn' is inf"):
         data.read_turns(path)
 
 
@@ -530,7 +533,7 @@ def test_gzip_files_are_read_as_they_are(tmp_path):
         gzip.compress(b"{}\n" * 9999)[:-9],
         gzip.compress(b"{}\n" * 9999)[:30] + b"\0" * 30,
     ):
-        with pytest.raises(data.DataError, match="after line .* cut off or broken"):
+        with pytest.raises(data.DataError, match="after line .* fetch it again"):
             list(data.read_jsonl(put(tmp_path, broken)))
 
 
@@ -687,11 +690,11 @@ def test_a_full_disk_names_the_file():
     [
         (
             {"golden_answers": ["", "  "]},
-            "golden_answers of a must be a list of strings with one that is not blank",
+            "'golden_answers' is .*texts, one of them not blank",
         ),
-        ({"golden_answers": []}, "golden_answers of a must be"),
-        ({"metadata": "x"}, "metadata of a must be an object"),
-        ({"metadata": [1]}, "metadata of a must be an object"),
+        ({"golden_answers": []}, "'golden_answers' is"),
+        ({"metadata": "x"}, "metadata: not valid JSON"),
+        ({"metadata": [1]}, r"'metadata' is \[1\]; it must be a dict"),
         ({"id": "a\0b"}, "free of blanks and NUL"),
     ],
 )
@@ -710,7 +713,7 @@ def test_a_blank_golden_answer_is_left_out(tmp_path):
 
 
 def test_a_turn_number_of_any_length_is_refused_by_a_sentence(tmp_path):
-    with pytest.raises(data.DataError, match=":1: turn .*is not a whole number"):
+    with pytest.raises(data.DataError, match=":1: 'turn' is .*must be a whole number"):
         data.read_turns(put(tmp_path, [{"query_id": "a", "question": "q", "turn": "9" * 5000}]))
 
 
@@ -720,3 +723,12 @@ def test_a_damaged_line_inside_a_log_is_named(tmp_path):
         begin_metrics(path, 3)
     path = put(tmp_path, '{"step": 1}\n{"step": 2}\n{"st', "metrics.jsonl")
     assert begin_metrics(path, 1) == [{"step": 1}] and Path(path).read_text() == '{"step": 1}\n'
+
+
+def test_a_row_goes_through_copies_and_other_processes(tmp_path):
+    path = put(
+        tmp_path, [{"id": "a", "question": "q", "golden_answers": ["x"], "metadata": {"n": 1}}]
+    )
+    question = data.read_questions(path)[0]
+    assert pickle.loads(pickle.dumps(question)) == question
+    assert dataclasses.asdict(question)["metadata"] == copy.deepcopy(question).metadata == {"n": 1}

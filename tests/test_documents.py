@@ -321,6 +321,18 @@ def test_with_overlap_a_fact_is_one_passage(tmp_path):
     assert text.holding("x") == text.holding(" ") == text.holding("") == []
 
 
+@pytest.mark.parametrize("key", ["title", "url"])
+def test_multihoprag_names_a_wrong_type(tmp_path, key):
+    put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
+    question = mhr_question(0, [(0, "x")])
+    question["evidence_list"][0][key] = ["T"]
+    put(f"{tmp_path}/in/MultiHopRAG.json", json.dumps([question]))
+    with pytest.raises(
+        DataError, match=rf"HopRAG.json: object 1: '{key}' is \['T'\]; it must be a"
+    ):
+        make("multihoprag", f"{tmp_path}/in", f"{tmp_path}/out", strict=False)
+
+
 def test_multihoprag_without_context_and_whole_documents(tmp_path):
     put(f"{tmp_path}/in/corpus.json", json.dumps(ARTICLES))
     put(f"{tmp_path}/in/MultiHopRAG.json", json.dumps(MHR))

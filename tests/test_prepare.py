@@ -17,11 +17,11 @@ from official import lines, put, topiocqa_source
 from official import make as make_set
 
 import prepare
-from data import DataError, read_corpus, read_questions, read_turns
+from config import ConfigError
+from data import DataError, Row, read_corpus, read_questions, read_turns
 from demo import make
 from prepare import DemoConfig, ModelConfig, ParquetConfig
 from prompts import read_examples
-from sources.files import Row
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SPLITS = ("train", "dev", "test")
@@ -332,7 +332,7 @@ def test_a_second_run_changes_nothing_and_a_foreign_folder_is_refused(folder, tm
     (tmp_path / "own" / "index.npy").write_text("hours of work")
     with pytest.raises(DataError, match="index.npy"):
         prepare.demo(DemoConfig(out=out))
-    with pytest.raises(DataError, match="out is empty"):
+    with pytest.raises(ConfigError, match="out is empty"):
         prepare.demo(DemoConfig(out=""))
     assert sorted(os.listdir(tmp_path)) == ["mine", "own"]  # no temporary folder left
 
@@ -410,7 +410,7 @@ def fake_package(root, monkeypatch, content=b"weights"):
     (inside / "config.json").write_text("{}")
     (inside / "heads.pt").write_bytes(b"a pickle")
     monkeypatch.syspath_prepend(str(root))
-    known = prepare.Packaged(
+    known = (
         {"never-imported==1.0": "model/model.safetensors"},
         hashlib.sha256(b"weights").hexdigest(),
         "Apache-2.0",
