@@ -463,8 +463,7 @@ class DenseRetriever(VectorRetriever):
         self.encoding = model, tokenizer, encoder, batch_tokens
         self._encoding = threading.Lock()  # fast tokenizers are not thread-safe
 
-    def encode_queries(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
-        """Return (Q, D) float32 on the CPU, and which queries were cut."""
+    def prepare(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
         model, tokenizer, encoder, batch_tokens = self.encoding
         bar, cut = Progress(len(queries), "encode", "queries"), []
         with self._encoding:

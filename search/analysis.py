@@ -164,11 +164,9 @@ class LuceneEnglish:
 
     name = "lucene"
 
-    def __init__(self):
-        self._term = lru_cache(1 << 19)(self._analyse)
-
     @staticmethod
-    def _analyse(word: str) -> str:
+    @lru_cache(1 << 19)
+    def _term(word: str) -> str:
         if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
             word = word[:-2]
         # by character, as in Java: no final sigma, dotted capital I becomes i

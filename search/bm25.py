@@ -28,6 +28,7 @@ from search.passages import (
     Corpus,
     Hits,
     PassageIds,
+    Ranks,
     Retriever,
     RetrieverError,
     Source,
@@ -210,13 +211,13 @@ class BM25Retriever(Retriever):
                 "such as 0.9 and 0.4"
             )
         k1, b, one = np.float32(self.k1), np.float32(self.b), np.float32(1)
-        times, length = (self.arrays["pairs"] >> 32), (self.arrays["pairs"] & 0xFFFFFFFF)
-        times, length = times.astype(np.float32), length.astype(np.float32)
+        pairs = self.arrays["pairs"]
+        times, length = (part.astype(np.float32) for part in (pairs >> 32, pairs & 0xFFFFFFFF))
         mean = np.float32(self.meta["tokens"] / self.meta["documents"])
         with np.errstate(divide="ignore"):  # k1 = 0 scores idf for any count
             return one + times * (one / (k1 * ((one - b) + b * length / mean)))
 
-    def _cut(self, queries: list[str]) -> tuple[list[str], list[bool]]:
+    def prepare(self, queries: list[str]) -> tuple[list[str], list[bool]]:
         if self.query_words is None:
             return queries, [False] * len(queries)
         check_k(self.query_words, "query_words")
@@ -233,12 +234,11 @@ class BM25Retriever(Retriever):
             if number == len(arrays["words"]) or arrays["words"][number] != key:
                 continue
             low, high = arrays["start"][number : number + 2].tolist()
-            n, documents = high - low, self.meta["documents"]
-            idf = np.float32(math.log(1 + (documents - n + 0.5) / (n + 0.5)))
+            n = high - low
+            idf = np.float32(math.log(1 + (self.meta["documents"] - n + 0.5) / (n + 0.5)))
             weight = np.float32(times) * idf
-            gains = weight - weight / divisors
             passages, codes = arrays["passages"][low:high], arrays["codes"][low:high]
-            lists.append((float(weight), passages, codes, gains))
+            lists.append((float(weight), passages, codes, weight - weight / divisors))
         return sorted(lists, key=lambda entry: -entry[0])
 
     def _candidates(
@@ -324,18 +324,11 @@ class BM25Retriever(Retriever):
             done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))
         return [done[entry] for entry in entries]
 
-    def hits(self, queries: list[str], k: int) -> tuple[list[Hits], list[bool]]:
-        """Return the lists of `search` (scores above 0), and which queries were cut."""
-        queries, cut = self._cut(queries)
-        found = self._answers(self._best, zip(queries), k)
-        return [list(hits) for hits in found], cut
+    def hits(self, queries: list[str], k: int) -> list[Hits]:
+        return [list(hits) for hits in self._answers(self._best, zip(queries), k)]
 
-    def ranks(
-        self, queries: list[str], golds: list[list[int]], cutoff: int
-    ) -> tuple[list[int | None], list[bool]]:
-        """Return the ranks of `gold_ranks` (None for score 0), and which queries were cut."""
-        queries, cut = self._cut(queries)
-        return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff), cut
+    def ranks(self, queries: list[str], golds: list[list[int]], cutoff: int) -> Ranks:
+        return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff)
 
 
 def _look_up(

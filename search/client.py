@@ -14,7 +14,15 @@ import time
 from functools import partial
 from typing import Any, Callable, Sequence
 
-from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
+from search.passages import (
+    FAILED,
+    Hits,
+    Ranks,
+    RetrieverError,
+    check_golds,
+    check_k,
+    check_queries,
+)
 
 IDS = 10_000  # passage ids per request
 
@@ -169,15 +177,13 @@ class RemoteRetriever(Service):
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | float | None]:
+    ) -> Ranks:
         """Return every query's best gold rank: None beyond `cutoff`, FAILED if unknown.
 
         FAILED: a NaN score or an unanswered request, after which requests are tried once until one
         is answered. RetrieverAway: none was.
         """
-        check_k(cutoff, "cutoff")
-        queries = check_queries(queries)
-        golds = gold_lists(queries, gold_ids)
+        queries, golds = check_golds(queries, gold_ids, cutoff)
         read, out, failed, problem, tries = partial(_read_rank, cutoff=cutoff), [], 0, None, None
         for start in range(0, len(queries), self.batch):
             part = slice(start, start + self.batch)

@@ -31,11 +31,11 @@ from search.exact import as_hits, best_of, exact_gold_ranks, exact_search, place
 from search.faiss_index import FaissIndex
 from search.fusion import best_rank
 from search.passages import (
-    FAILED,
     PART,
     Corpus,
     Hits,
     PassageIds,
+    Ranks,
     Retriever,
     RetrieverError,
     Source,
@@ -274,7 +274,7 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 class VectorRetriever(Retriever):
     """Thread-safe inner-product search: exact on `device`, or by `faiss`, approximately.
 
-    Subclasses define `encode_queries`: (Q, D) float32 on the CPU, and which queries were cut.
+    Subclasses define `prepare`: (Q, D) float32 on the CPU, and which queries were cut.
     With `across` each rank holds a share of the shards; `search` and `gold_ranks` are then
     collectives, which each rank calls with its own queries, or none.
     """
@@ -334,6 +334,8 @@ class VectorRetriever(Retriever):
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
         out: list[Hits | None] = []
+        if not len(vectors):
+            return out
         for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
             pairs = zip(rows.tolist(), scores.tolist())
             found = [(self.passage_ids[row], score) for row, score in pairs if row >= 0]
@@ -341,34 +343,25 @@ class VectorRetriever(Retriever):
             out.append(found if torch.isfinite(vector).all() else None)
         return out
 
-    def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """Return the best min(k, M) passages, None on NaN, and which queries were cut."""
-        vectors, cut = self.encode_queries(queries)
+    def hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
+        """Return the best min(k, M) passages, None on NaN."""
         if self.faiss is not None:
-            return self._faiss_hits(vectors, k) if queries else [], cut
+            return self._faiss_hits(vectors, k)
         vectors, _, own = self._of_all_ranks(vectors, [])
         found = [self._exact_hits(part, k) for part in vectors.split(2048)]
-        return sum(found, [])[own], cut
+        return sum(found, [])[own]
 
-    def ranks(
-        self, queries: list[str], golds: list[list[int]], cutoff: int
-    ) -> tuple[list[int | None], list[bool]]:
-        """Return the ranks of `gold_ranks`, and which queries were cut."""
-        vectors, cut = self.encode_queries(queries)
+    def ranks(self, vectors: Tensor, golds: list[list[int]], cutoff: int) -> Ranks:
         if self.faiss is not None:  # what FAISS misses has no rank; golds don't count
-            k = cutoff + max(map(len, golds), default=0)
-            lists = self._faiss_hits(vectors, k) if queries else []
+            lists = self._faiss_hits(vectors, cutoff + max(map(len, golds), default=0))
             sets = [{self.passage_ids[row] for row in rows} for rows in golds]
-            return [
-                FAILED if hits is None else best_rank(hits, gold, cutoff)
-                for hits, gold in zip(lists, sets)
-            ], cut
+            return [best_rank(hits, gold, cutoff) for hits, gold in zip(lists, sets)]
         vectors, golds, own = self._of_all_ranks(vectors, golds)
-        ranks: list[int | None] = []
+        ranks: Ranks = []
         for part in vectors.split(2048):
             some = golds[len(ranks) : len(ranks) + len(part)]
             ranks += exact_gold_ranks(part, self.shards, some, cutoff, self.first, self.group)
-        return ranks[own], cut
+        return ranks[own]
 
 
 def faiss_place(index: Index, root: str, factory: str) -> tuple[Path, dict]:

@@ -1,6 +1,6 @@
-"""What retrievers share: settings, base class, ids, corpus reading, texts, index folders.
+"""What retrievers share. Needs no torch, so that worker processes start fast.
 
-Needs no torch, so that worker processes start fast. Shapes: M passages.
+Shapes: M passages.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from runs import atomic_write, path_with_digest
 
 FAILED = float("nan")  # a rank that failed; callers exclude and count it
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
+Ranks = list[int | float | None]  # a rank per query
 Source = str | os.PathLike | Sequence[Passage]  # a corpus file, or passages in memory
 PART = 2048  # passages between recorded offsets of a corpus file
 
@@ -177,8 +178,8 @@ class PassageIds:
         return self
 
     def save(self, folder: Path) -> None:
-        for name in ("start", "sorted", "order"):
-            values = self.order if name == "order" else getattr(self, f"_{name}")
+        arrays = {"start": self._start, "sorted": self._sorted, "order": self.order}
+        for name, values in arrays.items():
             with atomic_write(str(folder / f"ids.{name}.npy"), "wb") as f:
                 np.save(f, values)
         with atomic_write(str(folder / "ids.txt"), "wb") as f:
@@ -222,7 +223,7 @@ class PassageIds:
 
 
 def check_queries(queries: Iterable[str]) -> list[str]:
-    """List the queries, replacing lone surrogates, which tokenizers and JSON reject."""
+    """Return the queries without lone surrogates, which tokenizers and JSON reject."""
     if isinstance(queries, str):
         raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries")
     queries = list(queries)
@@ -237,39 +238,48 @@ def check_k(k: int, name: str = "k") -> None:
         raise RetrieverError(f"{name} is {k!r}; it must be a whole number of at least 1")
 
 
-def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
-    """Return a list of gold ids per query; a bare string is one id."""
+def check_golds(
+    queries: Iterable[str], gold_ids: Iterable[str | Iterable[str]], cutoff: int
+) -> tuple[list[str], list[list[str]]]:
+    """Return the queries, and a list of gold ids for each; a bare string is one id."""
+    check_k(cutoff, "cutoff")
+    queries = check_queries(queries)
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
         raise RetrieverError(
             f"{len(queries)} queries but {len(golds)} lists of gold ids: give as many"
         )
-    return golds
+    if [] in golds:
+        i = golds.index([])
+        raise RetrieverError(
+            f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
+        )
+    return queries, golds
 
 
 class Retriever:
-    """Thread-safe base class; subclasses define `passage_ids`, `hits` and `ranks`.
-
-    Both return a result per query (`hits`: None on a NaN score) and which queries were cut.
-    Golds in `ranks` are passage numbers.
-    """
+    """Thread-safe base class. Subclasses define `passage_ids` and, for prepared queries, `hits`
+    (None on a NaN score) and `ranks` (of gold passage numbers)."""
 
     passage_ids: PassageIds
-    hits: Callable[[list[str], int], tuple[list[Hits | None], list[bool]]]
-    ranks: Callable[[list[str], list[list[int]], int], tuple[list, list[bool]]]
+    prepare: Callable[[list[str]], tuple[Any, list[bool]]]  # cuts queries, and tells which
+    hits: Callable[[Any, int], list[Hits | None]]
+    ranks: Callable[[Any, list[list[int]], int], Ranks]
 
     def __init__(self):
         self.cut_queries, self._counting = 0, threading.Lock()
 
-    def _count_cut(self, cut: list[bool]) -> None:
+    def _prepared(self, queries: list[str]) -> Any:
+        prepared, cut = self.prepare(queries)
         with self._counting:
             self.cut_queries += sum(cut)
+        return prepared
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """Return the best k passages of every query, ties by ascending id."""
         check_k(k)
-        hits, cut = self.hits(queries := check_queries(queries), k)
-        self._count_cut(cut)
+        queries = check_queries(queries)
+        hits = self.hits(self._prepared(queries), k)
         if None in hits:
             i = hits.index(None)
             raise RetrieverError(
@@ -280,20 +290,11 @@ class Retriever:
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | float | None]:
+    ) -> Ranks:
         """Return every query's best gold rank: None beyond `cutoff`, FAILED on a NaN score."""
-        check_k(cutoff, "cutoff")
-        queries = check_queries(queries)
-        golds = gold_lists(queries, gold_ids)
-        if [] in golds:
-            i = golds.index([])
-            raise RetrieverError(
-                f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
-            )
+        queries, golds = check_golds(queries, gold_ids, cutoff)
         rows = [[self.passage_ids.position(g) for g in gold] for gold in golds]
-        ranks, cut = self.ranks(queries, rows, cutoff)
-        self._count_cut(cut)
-        return ranks
+        return self.ranks(self._prepared(queries), rows, cutoff)
 
 
 # ------------------------------------------------------------------------------------- corpora
@@ -369,11 +370,9 @@ class Texts:
 
     def __init__(self, path: str, ids: PassageIds):
         self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
-        tsv = path.removesuffix(".gz").endswith(".tsv")
-        for number, byte, line in located_lines(path):
-            columns = line.lower().split("\t") if number == 1 and tsv else []
-            header = [column.strip() for column in columns] == ["id", "text", "title"]
-            if line.strip() and not header:
+        first = next(located_passages(path), (1, 0))  # behind a header
+        for number, byte, line in located_lines(path, first[:2]):
+            if line.strip():
                 self.numbers.append(number)
                 self.offsets.append(byte)
         if len(self.offsets) != len(ids):
@@ -387,10 +386,11 @@ class Texts:
     def document(self, id_: str) -> dict[str, str]:
         """Return {"id", "contents"}. DataError: the file differs from the index."""
         i = self.ids.position(id_)
-        passage = next(iter(FilePart(self.path, (self.numbers[i], self.offsets[i]), 0, 1)), None)
-        if (found := passage and passage.id) != id_:
+        rows = located_passages(self.path, (self.numbers[i], self.offsets[i]))
+        passage = next((passage for _, _, passage in rows), Passage("", "", ""))
+        if passage.id != id_:
             raise DataError(
-                f"{self.path}: {found!r} stands where the index has {id_!r}; give its corpus"
+                f"{self.path}: {passage.id!r} stands where the index has {id_!r}; give its corpus"
             )
         title = f'"{passage.title}"\n' if passage.title else ""
         return {"id": id_, "contents": title + passage.text}
