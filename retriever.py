@@ -48,7 +48,7 @@ from search.dense_index import (  # noqa: F401
 )
 from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
-from search.packed import PackedModel, can_pack  # noqa: F401
+from search.packed import PackedModel, can_pack
 from search.passages import (  # noqa: F401
     FAILED,
     Corpus,
@@ -299,7 +299,7 @@ class PaddedModel:
             start += step
 
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
-        """Encode B texts → (B, D) float32 on the model's device."""
+        """Encode B texts → (B, D) on the model's device, not normalised."""
         device = next(self.model.parameters()).device
         texts = [torch.from_numpy(ids).long() for ids in tokens]
         input_ids = pad_sequence(texts, True, self.pad)
@@ -309,20 +309,18 @@ class PaddedModel:
         lengths = torch.tensor([len(ids) for ids in tokens], device=device)
         mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
         if encoder.pooling == "ance":
-            out = self.model(input_ids, mask).float()
-        else:
-            hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state.float()
-            out = hidden[:, 0] if encoder.pooling == "first" else mean_pool(hidden, mask)
-        return F.normalize(out, dim=-1) if encoder.normalise else out
+            return self.model(input_ids, mask)
+        hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state.float()
+        return hidden[:, 0] if encoder.pooling == "first" else mean_pool(hidden, mask)
 
 
-def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
+def packed_model(model: nn.Module, batch_tokens: int, length: int) -> Any:
     """Return a `PackedModel`, or None where packing is not available."""
     try:
         from search.packed import PackedModel, can_pack
     except ImportError:
         return None
-    return PackedModel(model, batch_tokens, length, **options) if can_pack(model) else None
+    return PackedModel(model, batch_tokens, length) if can_pack(model) else None
 
 
 @torch.no_grad()
@@ -348,14 +346,15 @@ def encode_tokens(
     vectors = [torch.empty(0, model.config.hidden_size, device=device)]
     for rows in reader.batches([len(ids) for ids in distinct]):
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            vectors.append(reader.vectors(distinct[rows], encoder))
-        progress(len(vectors[-1]))
+            out = reader.vectors(distinct[rows], encoder).float()
+            vectors.append(F.normalize(out, dim=-1) if encoder.normalise else out)
+        progress(len(out))
     progress(len(tokens) - len(distinct))
     row = {ids.tobytes(): i for i, ids in enumerate(distinct)}
     rows = torch.tensor([row[key] for key in keys], dtype=torch.long)
     if device.type == "cuda":  # does not wait for the device
         rows = rows.pin_memory().to(device, non_blocking=True)
-    return torch.cat(vectors).float()[rows]
+    return torch.cat(vectors)[rows]
 
 
 def encode(
@@ -415,7 +414,7 @@ def build_index(
     length, fast, packed = min(encoder.passage_length, position_limit(model.config)), model, None
     if can_pack(model):
         fast = copy.deepcopy(model).to(torch.bfloat16)
-        packed = packed_model(fast, batch_tokens, length, compiled=True)
+        packed = PackedModel(fast, batch_tokens, length, compiled=True)
 
     def vectors(tokens: list[np.ndarray], progress: Callable[[int], Any]) -> tuple[Tensor, int]:
         short = truncate(tokens, length, set(tokenizer.all_special_ids))
@@ -429,15 +428,15 @@ def build_index(
 
 
 def open_index(
-    folder: str | os.PathLike,
+    folder: Index | str | os.PathLike,
     model: nn.Module | None = None,
     tokenizer: Any = None,
     encoder: Encoder | None = None,
     verify: bool = False,
 ) -> Index:
     """Open an index; RetrieverError as by `open_shards`, or if `model` did not build it."""
-    index = open_shards(Path(folder), verify)
-    if model is not None:
+    index = folder if isinstance(folder, Index) else open_shards(Path(folder), verify)
+    if model is not None and index.meta:
         check_encoder(index, model, tokenizer, encoder or default_encoder(model))
     return index
 
@@ -456,9 +455,7 @@ class DenseRetriever(VectorRetriever):
         faiss: FaissIndex | None = None,
     ):
         """index: a folder or an open index"""
-        index = index if isinstance(index, Index) else open_index(index)
-        if index.meta:
-            check_encoder(index, model, tokenizer, encoder or default_encoder(model))
+        index = open_index(index, model, tokenizer, encoder)
         super().__init__(index, next(model.parameters()).device, across, faiss)
         self.encoding = model, tokenizer, encoder, batch_tokens
         self._encoding = threading.Lock()  # fast tokenizers are not thread-safe

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Callable, Literal, NoReturn
@@ -89,7 +90,7 @@ class Job:
 
     key: tuple[Callable, int]  # (function to call, k or cutoff)
     items: list[tuple]  # call arguments per query
-    answer: asyncio.Future
+    answer: Future = field(default_factory=Future)
 
 
 class Service:
@@ -117,8 +118,8 @@ class Service:
                 if (size := size + len(jobs[-1].items)) >= self.cfg.max_batch:
                     break
                 jobs.append(self.jobs.get())
-            # cancelled: timed out
-            ready = [job for job in jobs if job and not job.answer.cancelled()]
+            # without those that timed out
+            ready = [job for job in jobs if job and job.answer.set_running_or_notify_cancel()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
 
@@ -130,24 +131,16 @@ class Service:
             answers = list(call(*map(list, zip(*items)), number))
             if len(answers) != len(items):
                 raise RuntimeError(f"{len(answers)} answers to {len(items)} queries")
-            rest = iter(answers)
-            found = [list(islice(rest, len(job.items))) for job in jobs]
         except Exception as e:
-            if len(jobs) > 1:
+            if len(jobs) == 1:
+                jobs[0].answer.set_exception(self._failure(call, e))
+            else:
                 for job in jobs:
                     self._call([job])
-                return
-            found = [self._failure(call, e)]
-
-        def deliver() -> None:
-            for job, answer in zip(jobs, found):
-                if job.answer.done():  # timed out
-                    continue
-                failed = isinstance(answer, Refused)
-                job.answer.set_exception(answer) if failed else job.answer.set_result(answer)
-
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            jobs[0].answer.get_loop().call_soon_threadsafe(deliver)
+            return
+        rest = iter(answers)
+        for job in jobs:
+            job.answer.set_result(list(islice(rest, len(job.items))))
 
     def _failure(self, call: Callable, e: Exception) -> Refused:
         if isinstance(e, Refused):
@@ -162,11 +155,11 @@ class Service:
         self.counts["queries"] += len(items)
         if not items:
             return []
-        answer = asyncio.get_running_loop().create_future()
+        job = Job((call, number), items)
         self.waiting += len(items)
-        self.jobs.put(Job((call, number), items, answer))
+        self.jobs.put(job)
         try:
-            return await asyncio.wait_for(answer, self.cfg.timeout)
+            return await asyncio.wait_for(asyncio.wrap_future(job.answer), self.cfg.timeout)
         except asyncio.TimeoutError:
             problem = f"no answer within {self.cfg.timeout:g} s (timeout); send less at once"
             raise Refused(504, problem) from None
