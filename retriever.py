@@ -159,10 +159,10 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
         flags = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
         modes = settings.get("pooling_mode") or flags  # since 5.4: one name or several
-        modes = [modes] if isinstance(modes, str) else modes
+        mode = modes if isinstance(modes, str) else " ".join(modes)
         known = {"mean": "mean", "cls": "first"}
-        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", modes[0])) if modes else None
-        if len(modes) != 1 or pooling is None:
+        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", mode))
+        if pooling is None:
             raise RetrieverError(
                 f"{name} pools by {modes}, which is not built here; give pooling=mean or first"
             )

@@ -51,32 +51,29 @@ def word_key(word: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def count(
-    part: Iterable[Passage], first: int, number: int, analyzer: str, folder: Path
-) -> tuple[int, int]:
-    """Write the postings of passages `first` to `first + number` → (words, passages with a word).
+def count(part: Iterable[Passage], numbers: range, analyzer: str, folder: Path) -> tuple[int, int]:
+    """Write the postings of the passages `numbers` → (words, passages with a word).
 
     Arrays: words (V,) ascending uint64 keys; start (V + 1,), word v has the postings
     start[v]:start[v + 1]; passages (P,) int32 numbers, ascending per word; codes (P,) indices into
     pairs (C,) int64, word count << 32 | passage length.
     """
     analyse, seen = make_analyzer(analyzer), {}
-    words, lengths = [], np.zeros(number, dtype=np.int64)
+    words, lengths = [], np.zeros(len(numbers), dtype=np.int64)
     for i, passage in enumerate(part):
         terms = analyse(passage.contents)
         words += [seen.setdefault(term, len(seen)) for term in terms]
         lengths[i] = len(terms)
     keys = np.array([word_key(word) for word in seen], dtype=np.uint64)
-    order = np.argsort(keys)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    both = rank[np.array(words, dtype=np.int64)] * number + np.repeat(np.arange(number), lengths)
+    keys, place = np.unique(keys, return_inverse=True)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    both = place[np.array(words, dtype=np.int64)] * len(lengths) + row
     both, times = np.unique(both, return_counts=True)  # by word, passage
-    word, row = np.divmod(both, number)
+    word, row = np.divmod(both, len(lengths))
     pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
     starts = np.searchsorted(word, np.arange(len(keys) + 1))
     folder.mkdir()
-    values = keys[order], starts, (row + first).astype(np.int32), codes.astype(np.uint32), pairs
+    values = keys, starts, (row + numbers.start).astype(np.int32), codes.astype(np.uint32), pairs
     for name, array in zip(ARRAYS, values):
         np.save(folder / f"{name}.npy", array)
     return int(lengths.sum()), int(np.count_nonzero(lengths))
@@ -128,25 +125,24 @@ def build_postings(
     make_analyzer(analyzer)  # fails before anything is read
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
-        corpus, tasks = Corpus(source, ids=True), []
+        corpus = Corpus(source, ids=True)
         corpus.save_ids(temporary)
-        for first in range(0, corpus.count, SHARD):
-            size, own = min(SHARD, corpus.count - first), temporary / f"shard-{first}"
-            tasks.append((corpus.part(first, first + size), first, size, analyzer, own))
+        shards = corpus.split(SHARD)
+        folders = [temporary / f"shard-{shard.start}" for shard in shards]
+        tasks = [(corpus.part(shard), shard, analyzer, own) for shard, own in zip(shards, folders)]
         counted = (count(*task) for task in tasks)
         if workers > 1 and len(tasks) > 1:
             counted = in_processes(count, tasks, min(workers, len(tasks)), ahead=1)
         bar, tokens, documents = Progress(corpus.count, "index words"), 0, 0
-        for (_, _, size, *_), (words, filled) in zip(tasks, counted):
+        for shard, (words, filled) in zip(shards, counted):
             tokens, documents = tokens + words, documents + filled
-            bar.update(size)
+            bar.update(len(shard))
         bar.close()
         if not documents:
             raise RetrieverError(
                 f"none of the {corpus.count} passages holds a word that can be indexed (only stop "
                 "words and signs); look at the corpus file"
             )
-        folders = [task[-1] for task in tasks]
         merge(folders, temporary)
         for own in folders:
             shutil.rmtree(own)

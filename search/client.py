@@ -120,7 +120,7 @@ class RemoteRetriever(Service):
     """The retriever served at `url`. RetrieverError: an answer is not as serve.py's."""
 
     def __init__(self, url: str, *service, batch: int = 128, **named):
-        """service, named: as of `Service`; batch: queries per request, at most the server's limit"""
+        """service, named: see `Service`; batch: queries per request, at most the server's limit"""
         super().__init__(url, *service, **named)
         check_k(batch, "batch")
         self.health = self.ask("health")
@@ -153,7 +153,7 @@ class RemoteRetriever(Service):
                 raise ValueError(f"{len(entries)} entries instead of {asked}")
             for entry in entries:
                 if not fits(entry):
-                    raise ValueError(f"{str(entry)[:80]} in {key!r}")
+                    raise ValueError(f"{str(entry)[:80]} among {key}")
             return entries
         except (KeyError, TypeError, ValueError) as e:
             raise RetrieverError(

@@ -71,8 +71,11 @@ class Index:
         return sum(entry["truncated"] for entry in self.meta.get("shards", []))
 
 
-def fingerprint(model: nn.Module, tokenizer: Any) -> str:
-    """Return a sha256 of the weights, the architecture and the tokens of a probe text."""
+def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
+    """Return what an index and its queries must share (not the query length).
+
+    fingerprint: sha256 of the weights, the architecture and the tokens of a probe text
+    """
     digest = hashlib.sha256()
     keys = "model_type num_hidden_layers num_attention_heads hidden_act layer_norm_eps".split()
     form = {k: getattr(model.config, k, None) for k in keys}
@@ -81,14 +84,8 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy())
-    return digest.hexdigest()
-
-
-def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
-    """Return what an index and its queries must share (not the query length)."""
     settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
-    dim = {"dim": model.config.hidden_size}
-    return dim | settings | {"fingerprint": fingerprint(model, tokenizer)}
+    return {"dim": model.config.hidden_size, **settings, "fingerprint": digest.hexdigest()}
 
 
 def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
@@ -129,8 +126,7 @@ def build_shards(
         wanted = {"format": FORMAT, "count": corpus.count, "corpus": corpus.digest}
         wanted |= {"shard_size": shard_size} | identity
         notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-        new = wanted | notes | {"complete": False, "shards": []} | corpus.size
-        meta = before or new
+        meta = before or wanted | notes | {"complete": False, "shards": []} | corpus.size
         check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
         for entry in folder.glob("shard-*.json") if not before else ():
             entry.unlink()  # an index that lost its meta.json
@@ -142,8 +138,7 @@ def build_shards(
 
     with contextlib.ExitStack() as stack:
         meta, corpus = on_rank_0(begin)
-        firsts, count = range(0, corpus.count, shard_size), corpus.count
-        spans = [range(first, min(first + shard_size, count)) for first in firsts]
+        spans = corpus.split(shard_size)
         mine = range(rank, len(spans), world)
         missing = {n: spans[n] for n in mine if not _is_sound(folder, n, spans[n], meta)}
         encoded = sum(map(len, missing.values()))
@@ -167,8 +162,9 @@ def _tokens(
     corpus: Corpus, spans: Sequence[range], tokenizer: Any, prefix: str, workers: int
 ) -> Iterator[list[np.ndarray]]:
     """Yield the uncut token ids of all shards' passages in order, PART at a time."""
-    firsts = [(first, span.stop) for span in spans for first in span[::PART]]
-    parts = (corpus.part(first, min(first + PART, stop)) for first, stop in firsts)
+    parts = (
+        corpus.part(span[at : at + PART]) for span in spans for at in range(0, len(span), PART)
+    )
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if corpus.path and workers and fast:
         form = fast.to_str()
@@ -288,7 +284,7 @@ class VectorRetriever(Retriever):
     ):
         super().__init__()
         self.index, self.passage_ids, self.device = index, index.ids, device
-        self.across, self.faiss, self.cut_passages = across, faiss, index.cut_passages
+        self.faiss, self.cut_passages = faiss, index.cut_passages
         self.first, self.group, shards = 0, None, index.shards  # first passage held here
         if across:
             self.group = dist.new_group(backend="gloo")  # own: trainers may search in a thread
@@ -304,7 +300,7 @@ class VectorRetriever(Retriever):
 
     def _gathered(self, part: Any) -> list:
         """Return `part` of every rank (a collective)."""
-        if not self.across:
+        if self.group is None:
             return [part]
         parts: list = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
@@ -313,15 +309,16 @@ class VectorRetriever(Retriever):
     def _of_all_ranks(self, vectors: Tensor, golds: list) -> tuple[Tensor, list, slice]:
         """Join (Q, D) vectors and golds of all ranks; slice: this rank's own."""
         parts = self._gathered((vectors, golds))
-        before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.across else 0
-        joined = torch.cat([part for part, _ in parts]).to(self.device)
-        return joined, sum((part for _, part in parts), []), slice(before, before + len(vectors))
+        before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.group else 0
+        everyone, golds = zip(*parts)
+        own = slice(before, before + len(vectors))
+        return torch.cat(everyone).to(self.device), sum(golds, []), own
 
     def _exact_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
         """Best k passages of all ranks for (Q, D) vectors; None on NaN."""
         order = self._order[self.first : self.first + sum(map(len, self.shards))]
         found = scores, rows, failed = exact_search(vectors, self.shards, k, order)
-        if self.across:
+        if self.group:
             parts = self._gathered((scores.cpu(), rows.cpu() + self.first, failed.cpu()))
             hits = [as_hits(scores, rows) for scores, rows, _ in parts]
             k = min(k, len(self.passage_ids))
@@ -333,14 +330,12 @@ class VectorRetriever(Retriever):
         ]
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
+        lists = zip(*self.faiss.search(vectors.numpy(), k)) if len(vectors) else ()
         out: list[Hits | None] = []
-        if not len(vectors):
-            return out
-        for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
+        for finite, (scores, rows) in zip(torch.isfinite(vectors).all(1).tolist(), lists):
             pairs = zip(rows.tolist(), scores.tolist())
             found = [(self.passage_ids[row], score) for row, score in pairs if row >= 0]
-            found.sort(key=lambda hit: (-hit[1], hit[0]))
-            out.append(found if torch.isfinite(vector).all() else None)
+            out.append(sorted(found, key=lambda hit: (-hit[1], hit[0])) if finite else None)
         return out
 
     def hits(self, vectors: Tensor, k: int) -> list[Hits | None]:

@@ -127,12 +127,12 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
     if not (corpus and cfg.index):
         return
     with open_input(corpus):  # fails if missing
-        size, now = os.path.getsize(corpus), ""
+        size, digest = os.path.getsize(corpus), ""
     for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
         meta = read_meta(folder := Path(cfg.index, kind)) or {}
         if "corpus" in meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
-            now = now or Corpus(corpus).digest
-            if now != meta["corpus"]:
+            digest = digest or Corpus(corpus).digest
+            if digest != meta["corpus"]:
                 raise RetrieverError(
                     f"the index at {folder} was not built from {corpus} as it is; build it again "
                     "from this corpus, in a new folder, or give the file it was built from"
@@ -197,21 +197,20 @@ class PassageIds:
     def __rand__(self, ids: set[str]) -> set[str]:
         return {id_ for id_ in ids if id_ in self}
 
+    def __contains__(self, id_: object) -> bool:
+        return self._find(id_) is not None
+
     def _find(self, id_: object) -> int | None:
         if not isinstance(id_, str):
             return None
         wanted = id_.encode("utf-8", "surrogatepass")
         at = bisect_left(self._sorted, wanted, key=self._bytes)
-        row = int(self._sorted[at]) if at < len(self) else None
-        return row if row is not None and self._bytes(row) == wanted else None
-
-    def __contains__(self, id_: object) -> bool:
-        return self._find(id_) is not None
+        found = self._sorted[at : at + 1].tolist()
+        return found[0] if found and self._bytes(found[0]) == wanted else None
 
     def position(self, id_: str) -> int:
         """Return the passage number of an id. RetrieverError: unknown id."""
-        row = self._find(id_)
-        if row is None:
+        if (row := self._find(id_)) is None:
             raise RetrieverError(
                 f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index "
                 "the corpus that it comes from, or correct the id"
@@ -358,11 +357,16 @@ class Corpus:
         lines = [number for number, _, passage in rows if passage.id == id_]
         return [f" (first in line {lines[0]})", f"{self.path}:{lines[1]}: "] if lines else []
 
-    def part(self, start: int, stop: int) -> Iterable[Passage]:
-        """Return passages start:stop; a file's are cheap to pickle."""
+    def split(self, size: int) -> list[range]:
+        """Return the numbers of all passages, `size` at a time."""
+        return [range(self.count)[first : first + size] for first in range(0, self.count, size)]
+
+    def part(self, numbers: range) -> Iterable[Passage]:
+        """Return those passages; a file's are cheap to pickle."""
         if not self.path:
-            return self.passages[start:stop]
-        return FilePart(self.path, self._starts[start // PART], start % PART, stop - start)
+            return self.passages[numbers.start : numbers.stop]
+        before, skip = divmod(numbers.start, PART)
+        return FilePart(self.path, self._starts[before], skip, len(numbers))
 
 
 class Texts:
