@@ -42,7 +42,7 @@ from search.dense_index import (  # noqa: F401
     Index,
     VectorRetriever,
     build_shards,
-    check_encoder,
+    encoder_identity,
     faiss_place,
     open_shards,
 )
@@ -220,8 +220,7 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     logging.set_verbosity(level)
     if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
         raise RetrieverError(
-            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors), which would be "
-            "random; use a whole checkpoint"
+            f"{name} lacks {len(missing)} tensors ({', '.join(missing[:5])}); complete the folder"
         )
     if hasattr(model, "pooler"):
         model.pooler = None  # unused, may be random
@@ -437,7 +436,10 @@ def open_index(
     """Open an index; RetrieverError as by `open_shards`, or if `model` did not build it."""
     index = folder if isinstance(folder, Index) else open_shards(Path(folder), verify)
     if model is not None and index.meta:
-        check_encoder(index, model, tokenizer, encoder or default_encoder(model))
+        identity = encoder_identity(model, tokenizer, encoder or default_encoder(model))
+        name = index.meta.get("encoder") or "unnamed"
+        way_out = f"Open it with the encoder that built it ({name}), or build another index."
+        check_same(index.folder, index.meta, identity, way_out)
     return index
 
 
@@ -515,8 +517,8 @@ def open_retriever(
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
-def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
-    """Build a missing BM25 index → (passages, newly indexed passages)."""
+def build_bm25(cfg: RetrieverConfig) -> dict[str, int]:
+    """Build a missing BM25 index; return the numbers of passages and of newly indexed ones."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
         if meta := read_meta(folder):
@@ -524,9 +526,9 @@ def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
             check_same(folder, meta, now, "Choose another folder, or delete this one.")
             with contextlib.suppress(RetrieverError):  # damaged or another version: rebuild
                 index = BM25Retriever.open(folder, analyzer=cfg.analyzer, verify=True)
-                return len(index.passage_ids), 0
+                return {"count": len(index.passage_ids), "indexed": 0}
         count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
-        return count, count
+        return {"count": count, "indexed": count}
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
@@ -566,8 +568,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
     if not first:
         return None
     if cfg.kind != "dense":
-        count, indexed = build_bm25(cfg)
-        report = {"count": count, "indexed": indexed} | report  # hybrid: dense figures
+        report = build_bm25(cfg) | report  # hybrid: dense figures
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())

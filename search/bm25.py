@@ -140,8 +140,7 @@ def build_postings(
         bar.close()
         if not documents:
             raise RetrieverError(
-                f"none of the {corpus.count} passages holds a word that can be indexed (only stop "
-                "words and signs); look at the corpus file"
+                f"none of the {corpus.count} passages has a word but stop words; look at the corpus"
             )
         merge(folders, temporary)
         for own in folders:

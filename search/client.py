@@ -155,7 +155,7 @@ class RemoteRetriever(Service):
                 if not fits(entry):
                     raise ValueError(f"{str(entry)[:80]} among {key}")
             return entries
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise RetrieverError(
                 f"{self.url}/{path} answered with status 200, but not as serve.py does "
                 f"({type(e).__name__}: {e}); give the address of a serve.py of this version"

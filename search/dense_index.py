@@ -88,13 +88,6 @@ def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
     return {"dim": model.config.hidden_size, **settings, "fingerprint": digest.hexdigest()}
 
 
-def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
-    """RetrieverError if another encoder or setting built the index."""
-    name = index.meta.get("encoder") or "unnamed"
-    way_out = f"Open it with the encoder that built it ({name}), or build another index."
-    check_same(index.folder, index.meta, encoder_identity(model, tokenizer, encoder), way_out)
-
-
 # --------------------------------------------------------------------------------------- build
 
 

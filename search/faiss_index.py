@@ -27,8 +27,7 @@ def _faiss() -> Any:
         import faiss
     except ImportError as e:
         raise RetrieverError(
-            "an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact "
-            "search (faiss unset) needs nothing more"
+            "an approximate index needs FAISS: pip install faiss-cpu, or leave faiss unset"
         ) from e
     return faiss
 

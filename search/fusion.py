@@ -37,9 +37,7 @@ def rrf(
     """
     weights = [1.0] * len(lists) if weights is None else list(weights)
     if len(weights) != len(lists):
-        raise RetrieverError(
-            f"{len(weights)} weights for {len(lists)} lists: give one weight a list"
-        )
+        raise RetrieverError(f"{len(weights)} weights for {len(lists)} lists: give one a list")
     terms: dict[str, list[float]] = {}
     for hits, weight in zip(lists, weights):
         ids = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
@@ -65,7 +63,8 @@ class HybridRetriever(Retriever):
     ):
         super().__init__()
         check_k(depth, "depth")
-        if len(weights) != 2 or min(weights) < 0 or not any(weights) or not 0 <= k < math.inf:
+        usable = all(0 <= number < math.inf for number in (*weights, k))
+        if len(weights) != 2 or not any(weights) or not usable:
             raise RetrieverError(
                 f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, not "
                 "both 0, for dense and BM25, and an rrf_k from 0 up (usual is 60)"

@@ -245,9 +245,7 @@ def check_golds(
     queries = check_queries(queries)
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
-        raise RetrieverError(
-            f"{len(queries)} queries but {len(golds)} lists of gold ids: give as many"
-        )
+        raise RetrieverError(f"{len(queries)} queries but {len(golds)} gold lists: give as many")
     if [] in golds:
         i = golds.index([])
         raise RetrieverError(
@@ -282,8 +280,7 @@ class Retriever:
         if None in hits:
             i = hits.index(None)
             raise RetrieverError(
-                f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights "
-                "and at the index"
+                f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights"
             )
         return hits
 

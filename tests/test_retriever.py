@@ -289,6 +289,7 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ({"depth": 0}, "depth is 0"),
         ({"weights": [1.0]}, "weights"),
         ({"weights": [1.0, -1.0]}, "weights"),
+        ({"weights": [math.nan, 1.0]}, "weights"),
         ({"k": -1}, "rrf_k is -1"),
         ({"k": math.nan}, "rrf_k is nan"),
     ):
