@@ -203,7 +203,6 @@ class SnowballEnglish:
         return lengths
 
 
-@lru_cache
 def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
     """Return the analyzer `name`. RetrieverError: there is none."""
     for kind in (LuceneEnglish, SnowballEnglish):

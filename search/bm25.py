@@ -132,7 +132,7 @@ def build_postings(
         tasks = [(corpus.part(shard), shard, analyzer, own) for shard, own in zip(shards, folders)]
         counted = (count(*task) for task in tasks)
         if workers > 1 and len(tasks) > 1:
-            counted = in_processes(count, tasks, min(workers, len(tasks)), ahead=1)
+            counted = in_processes(count, tasks, min(workers, len(tasks)))
         bar, tokens, documents = Progress(corpus.count, "index words"), 0, 0
         for shard, (words, filled) in zip(shards, counted):
             tokens, documents = tokens + words, documents + filled
@@ -247,13 +247,13 @@ class BM25Retriever(Retriever):
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
-        totals, read, rows, size = self._local.totals, [], None, 0
+        totals, read, rows = self._local.totals, [], None
         rest = sum(entry[0] for entry in lists)  # most that the remaining words can add
         try:
             for weight, passages, codes, gains in lists:
                 least = floor * (1 - 1e-6) - rest  # needed by now, less rounding
                 # only if cheaper than reading this list
-                if rows is None and least > 0 and size < 4 * len(passages):
+                if rows is None and least > 0 and sum(map(len, read)) < 4 * len(passages):
                     rows = _above(totals, read, least)
                     if 8 * len(rows) > len(passages):  # too many to look up
                         rows = None
@@ -263,7 +263,6 @@ class BM25Retriever(Retriever):
                     scores += gains.take(codes)
                     totals[at] = scores
                     read.append(at)
-                    size = min(size + len(at), len(totals))
                 else:
                     here, found = _look_up(rows, passages, codes, gains)
                     totals[rows[here]] += found

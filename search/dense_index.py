@@ -105,8 +105,7 @@ def build_shards(
 
     encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), number of cut texts)
 
-    Shards are written atomically, with entries that move to meta.json at the end. In a process
-    group this is a collective: each rank makes its share.
+    Shards are written atomically, with entries that move to meta.json at the end.
     """
     check_k(shard_size, "shard_size")
     identity = encoder_identity(model, tokenizer, encoder)
@@ -161,8 +160,7 @@ def _tokens(
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if corpus.path and workers and fast:
         form = fast.to_str()
-        for flat, lengths in in_processes(tokenise, ((p, prefix, form) for p in parts), workers):
-            yield np.split(flat, np.cumsum(lengths)[:-1])
+        yield from in_processes(tokenise, ((part, prefix, form) for part in parts), workers)
         return
     for part in parts:
         batch = tokenizer([prefix + passage.contents for passage in part], verbose=False)
@@ -245,8 +243,7 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
     RetrieverError: missing, unfinished or damaged.
     """
     with opening(folder, verify, format=FORMAT) as meta:
-        # "c": writable privately, so that torch needs no copy
-        shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
+        shards = [mapped(folder / entry["file"]) for entry in meta["shards"]]
         ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
             if shard.shape != (entry["rows"], meta["dim"]):

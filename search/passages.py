@@ -168,7 +168,7 @@ class PassageIds:
     def open(cls, folder: Path) -> PassageIds:
         """Memory-map the ids of an index folder. OSError, ValueError: missing or damaged."""
         self, path = cls.__new__(cls), folder / "ids.txt"
-        arrays = (mapped(folder / f"ids.{name}.npy", "c") for name in ("start", "sorted", "order"))
+        arrays = (mapped(folder / f"ids.{name}.npy") for name in ("start", "sorted", "order"))
         self._start, self._sorted, self.order = arrays
         together = len(self._start) - 1 == len(self._sorted) == len(self.order)
         if not together or self._start[-1] != path.stat().st_size or not len(self):
@@ -400,17 +400,15 @@ class Texts:
 # ------------------------------------------------------------------------------- in processes
 
 
-def in_processes(
-    call: Callable, tasks: Iterable[tuple], workers: int, ahead: int = 4
-) -> Iterator[Any]:
-    """Yield `call(*task)` in order from processes, up to `ahead` tasks ahead each."""
+def in_processes(call: Callable, tasks: Iterable[tuple], workers: int) -> Iterator[Any]:
+    """Yield `call(*task)` in order from processes, up to four tasks ahead each."""
     context = multiprocessing.get_context("forkserver")  # inherits no CUDA state
     with ProcessPoolExecutor(workers, context) as pool:
         waiting: deque = deque()
         try:
             for task in tasks:
                 waiting.append(pool.submit(call, *task))
-                if len(waiting) > ahead * workers:
+                if len(waiting) > 4 * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -433,20 +431,19 @@ def _uncut(tokenizer_json: str) -> Any:
     return tokenizer
 
 
-def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return concatenated, uncut token ids and their lengths (M,)."""
+def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> list[np.ndarray]:
+    """Return the uncut token ids of every passage."""
     texts = [prefix + passage.contents for passage in part]
-    tokens = [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
-    return np.concatenate(tokens), np.array([len(ids) for ids in tokens])
+    return [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
 
 
 # ------------------------------------------------------------------------------- index folders
 
 
-def mapped(path: Path, mode: str = "r") -> np.ndarray:
-    """Memory-map an .npy file. ValueError: damaged."""
+def mapped(path: Path) -> np.ndarray:
+    """Memory-map an .npy file, writable in memory, as torch wants it. ValueError: damaged."""
     try:
-        return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
+        return np.load(path, mmap_mode="c").view(np.ndarray)  # slices of np.memmap are slow
     except (EOFError, ValueError) as e:
         raise ValueError(f"{path}: {e}") from e
 
@@ -511,6 +508,6 @@ def opening(folder: Path, verify: bool = False, **wanted: Any) -> Iterator[dict]
         yield meta
     except RetrieverError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as e:
         reason = str(e).strip().splitlines()[-1]
         raise RetrieverError(f"the index at {folder} is damaged ({reason}); {again}") from e
