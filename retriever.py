@@ -507,11 +507,12 @@ def open_retriever(
         dense = DenseRetriever(index, *_load(cfg), across, faiss)
         if cfg.kind == "dense":
             return dense
-    folder, settings = Path(cfg.index, "bm25"), (cfg.k1, cfg.b, cfg.query_words, cfg.analyzer)
+    folder = Path(cfg.index, "bm25")
+    settings = cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers
     if cfg.index and (folder.is_dir() or not cfg.corpus):
-        bm25 = BM25Retriever.open(folder, *settings, cfg.bm25_workers, verify=cfg.verify)
+        bm25 = BM25Retriever.open(folder, *settings, verify=cfg.verify)
     else:
-        bm25 = BM25Retriever(cfg.corpus, *settings, cfg.bm25_workers)
+        bm25 = BM25Retriever(cfg.corpus, *settings)
     if cfg.kind == "bm25":
         return bm25
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
@@ -523,7 +524,7 @@ def build_bm25(cfg: RetrieverConfig) -> dict[str, int]:
     with only_writer(cfg.index, "bm25"):
         if meta := read_meta(folder):
             now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
-            check_same(folder, meta, now, "Choose another folder, or delete this one.")
+            check_same(folder, meta, now)
             with contextlib.suppress(RetrieverError):  # damaged or another version: rebuild
                 index = BM25Retriever.open(folder, analyzer=cfg.analyzer, verify=True)
                 return {"count": len(index.passage_ids), "indexed": 0}

@@ -119,7 +119,7 @@ def build_shards(
         wanted |= {"shard_size": shard_size} | identity
         notes = {"encoder": encoder.name, "query_length": encoder.query_length}
         meta = before or wanted | notes | {"complete": False, "shards": []} | corpus.size
-        check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
+        check_same(folder, meta, wanted)
         for entry in folder.glob("shard-*.json") if not before else ():
             entry.unlink()  # an index that lost its meta.json
         corpus.save_ids(folder)

@@ -471,7 +471,12 @@ def checksums(folder: Path, kind: str = "*.npy") -> dict[str, str]:
     return {path.name: checksum(path) for path in sorted(paths)}
 
 
-def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
+def check_same(
+    folder: Path | str,
+    have: dict,
+    want: dict,
+    way_out: str = "Choose another folder, or delete this one.",
+) -> None:
     """RetrieverError if the index has another value for a setting."""
     for key, value in want.items():
         if have.get(key) != value:
