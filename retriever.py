@@ -375,7 +375,7 @@ def encode(
     encoder = encoder or default_encoder(model)
     prefix = encoder.query_prefix if query else encoder.passage_prefix
     length = encoder.query_length if query else encoder.passage_length
-    tokens: list[np.ndarray] = []
+    tokens = []
     for start in range(0, len(texts), 1024):
         batch = tokenizer([prefix + t for t in texts[start : start + 1024]], verbose=False)
         tokens += [np.array(ids, dtype=np.int32) for ids in batch["input_ids"]]

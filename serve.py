@@ -111,7 +111,7 @@ class Service:
 
     def _work(self) -> None:
         """Answer jobs until None arrives; those that wait share a call."""
-        jobs: list[Job | None] = []
+        jobs = []
         while None not in jobs:
             jobs, size = [self.jobs.get()], 0
             while jobs[-1] and not self.jobs.empty():
@@ -321,7 +321,6 @@ def endpoint(answer: Callable) -> Callable:
 
 
 def make_mcp(service: Service) -> Any:
-    """Returns the MCP server."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp.shared.exceptions import MCPError

@@ -108,7 +108,7 @@ def _classes(text: str) -> str:
 
 def standard_words(text: str) -> list[str]:
     """Split a text into words as Lucene's StandardTokenizer does."""
-    words: list[str] = []
+    words = []
     for i, part in enumerate([text] if text.isascii() else NON_ASCII.split(text)):
         if i % 2:
             words += [part[m.start() : m.end()] for m in CLASS_WORD.finditer(_classes(part))]

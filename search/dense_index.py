@@ -176,7 +176,7 @@ def _encode_shards(
         for number, span in missing.items():
             parts, cut = [], 0
             for start in range(0, len(span), WINDOW):
-                texts: list[np.ndarray] = []
+                texts = []
                 while len(texts) < len(span[start : start + WINDOW]):
                     texts += next(tokens)
                 vectors, more = encode(texts, bar.update)
@@ -292,7 +292,7 @@ class VectorRetriever(Retriever):
         """Return `part` of every rank (a collective)."""
         if self.group is None:
             return [part]
-        parts: list = [None] * dist.get_world_size()
+        parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
         return parts
 
@@ -321,7 +321,7 @@ class VectorRetriever(Retriever):
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
         lists = zip(*self.faiss.search(vectors.numpy(), k)) if len(vectors) else ()
-        out: list[Hits | None] = []
+        out = []
         for finite, (scores, rows) in zip(torch.isfinite(vectors).all(1).tolist(), lists):
             pairs = zip(rows.tolist(), scores.tolist())
             found = [(self.passage_ids[row], score) for row, score in pairs if row >= 0]
@@ -342,7 +342,7 @@ class VectorRetriever(Retriever):
             sets = [{self.passage_ids[row] for row in rows} for rows in golds]
             return [best_rank(hits, gold, cutoff) for hits, gold in zip(lists, sets)]
         vectors, golds, own = self._of_all_ranks(vectors, golds)
-        ranks: Ranks = []
+        ranks = []
         for part in vectors.split(2048):
             some = golds[len(ranks) : len(ranks) + len(part)]
             ranks += exact_gold_ranks(part, self.shards, some, cutoff, self.first, self.group)

@@ -16,7 +16,6 @@ PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # accept positions a
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Return whether this model can run without padding."""
     family = model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
     return family and next(model.parameters()).is_cuda
 

@@ -404,7 +404,7 @@ def in_processes(call: Callable, tasks: Iterable[tuple], workers: int) -> Iterat
     """Yield `call(*task)` in order from processes, up to four tasks ahead each."""
     context = multiprocessing.get_context("forkserver")  # inherits no CUDA state
     with ProcessPoolExecutor(workers, context) as pool:
-        waiting: deque = deque()
+        waiting = deque()
         try:
             for task in tasks:
                 waiting.append(pool.submit(call, *task))
