@@ -170,8 +170,7 @@ class LuceneEnglish:
         if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
             word = word[:-2]
         # by character, as in Java: no final sigma, dotted capital I becomes i
-        lower = ("i" if c == "\u0130" else c.lower() for c in word)
-        word = word.lower() if word.isascii() else "".join(lower)
+        word = "".join(map(str.lower, word.replace("\u0130", "i")))
         if word in STOP_WORDS:
             return ""
         with _stemming:

@@ -110,6 +110,8 @@ class FaissIndex:
         """
         faiss, folder = _faiss(), Path(folder)
         with opening(folder, format=FORMAT, **source) as self.meta:
+            if (size := _size(folder)) != self.meta["bytes"]:
+                raise ValueError(f"index.faiss has {size:,} of its {self.meta['bytes']:,} bytes")
             index = faiss.read_index(str(folder / "index.faiss"))
         self.count, self._lists = index.ntotal, faiss.try_extract_index_ivf(index) is not None
         self._index, self._on_cpu = _on_gpus(faiss, index, self.meta["factory"]), index
