@@ -42,13 +42,13 @@ from search.dense_index import (  # noqa: F401
     Index,
     VectorRetriever,
     build_shards,
-    check_encoder,
+    encoder_identity,
     faiss_place,
     open_shards,
 )
 from search.faiss_index import FaissIndex, build_faiss
 from search.fusion import HybridRetriever, rrf  # noqa: F401
-from search.packed import PackedModel, can_pack  # noqa: F401
+from search.packed import PackedModel, can_pack
 from search.passages import (  # noqa: F401
     FAILED,
     Corpus,
@@ -159,10 +159,10 @@ def detect_encoder(name: str, pooling: str | None = None) -> Encoder:
     if pooling is None and (settings := _model_json(name, "1_Pooling/config.json")):
         flags = [k for k, on in settings.items() if k.startswith("pooling_mode_") and on is True]
         modes = settings.get("pooling_mode") or flags  # since 5.4: one name or several
-        modes = [modes] if isinstance(modes, str) else modes
+        mode = modes if isinstance(modes, str) else " ".join(modes)
         known = {"mean": "mean", "cls": "first"}
-        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", modes[0])) if modes else None
-        if len(modes) != 1 or pooling is None:
+        pooling = known.get(re.sub("pooling_mode_|_tokens?$", "", mode))
+        if pooling is None:
             raise RetrieverError(
                 f"{name} pools by {modes}, which is not built here; give pooling=mean or first"
             )
@@ -220,8 +220,7 @@ def _load_model(name: str, config: Any, pooling: str | None) -> tuple[nn.Module,
     logging.set_verbosity(level)
     if missing := sorted(k for k in info["missing_keys"] if not k.startswith("pooler.")):
         raise RetrieverError(
-            f"{name} lacks {', '.join(missing[:5])} ({len(missing)} tensors), which would be "
-            "random; use a whole checkpoint"
+            f"{name} lacks {len(missing)} tensors ({', '.join(missing[:5])}); complete the folder"
         )
     if hasattr(model, "pooler"):
         model.pooler = None  # unused, may be random
@@ -299,7 +298,7 @@ class PaddedModel:
             start += step
 
     def vectors(self, tokens: list[np.ndarray], encoder: Encoder) -> Tensor:
-        """Encode B texts → (B, D) float32 on the model's device."""
+        """Encode B texts → (B, D) on the model's device, not normalised."""
         device = next(self.model.parameters()).device
         texts = [torch.from_numpy(ids).long() for ids in tokens]
         input_ids = pad_sequence(texts, True, self.pad)
@@ -309,20 +308,18 @@ class PaddedModel:
         lengths = torch.tensor([len(ids) for ids in tokens], device=device)
         mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
         if encoder.pooling == "ance":
-            out = self.model(input_ids, mask).float()
-        else:
-            hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state.float()
-            out = hidden[:, 0] if encoder.pooling == "first" else mean_pool(hidden, mask)
-        return F.normalize(out, dim=-1) if encoder.normalise else out
+            return self.model(input_ids, mask)
+        hidden = self.model(input_ids=input_ids, attention_mask=mask).last_hidden_state.float()
+        return hidden[:, 0] if encoder.pooling == "first" else mean_pool(hidden, mask)
 
 
-def packed_model(model: nn.Module, batch_tokens: int, length: int, **options) -> Any:
+def packed_model(model: nn.Module, batch_tokens: int, length: int) -> Any:
     """Return a `PackedModel`, or None where packing is not available."""
     try:
         from search.packed import PackedModel, can_pack
     except ImportError:
         return None
-    return PackedModel(model, batch_tokens, length, **options) if can_pack(model) else None
+    return PackedModel(model, batch_tokens, length) if can_pack(model) else None
 
 
 @torch.no_grad()
@@ -348,14 +345,15 @@ def encode_tokens(
     vectors = [torch.empty(0, model.config.hidden_size, device=device)]
     for rows in reader.batches([len(ids) for ids in distinct]):
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            vectors.append(reader.vectors(distinct[rows], encoder))
-        progress(len(vectors[-1]))
+            out = reader.vectors(distinct[rows], encoder).float()
+            vectors.append(F.normalize(out, dim=-1) if encoder.normalise else out)
+        progress(len(out))
     progress(len(tokens) - len(distinct))
     row = {ids.tobytes(): i for i, ids in enumerate(distinct)}
     rows = torch.tensor([row[key] for key in keys], dtype=torch.long)
     if device.type == "cuda":  # does not wait for the device
         rows = rows.pin_memory().to(device, non_blocking=True)
-    return torch.cat(vectors).float()[rows]
+    return torch.cat(vectors)[rows]
 
 
 def encode(
@@ -377,7 +375,7 @@ def encode(
     encoder = encoder or default_encoder(model)
     prefix = encoder.query_prefix if query else encoder.passage_prefix
     length = encoder.query_length if query else encoder.passage_length
-    tokens: list[np.ndarray] = []
+    tokens = []
     for start in range(0, len(texts), 1024):
         batch = tokenizer([prefix + t for t in texts[start : start + 1024]], verbose=False)
         tokens += [np.array(ids, dtype=np.int32) for ids in batch["input_ids"]]
@@ -415,7 +413,7 @@ def build_index(
     length, fast, packed = min(encoder.passage_length, position_limit(model.config)), model, None
     if can_pack(model):
         fast = copy.deepcopy(model).to(torch.bfloat16)
-        packed = packed_model(fast, batch_tokens, length, compiled=True)
+        packed = PackedModel(fast, batch_tokens, length, compiled=True)
 
     def vectors(tokens: list[np.ndarray], progress: Callable[[int], Any]) -> tuple[Tensor, int]:
         short = truncate(tokens, length, set(tokenizer.all_special_ids))
@@ -429,16 +427,19 @@ def build_index(
 
 
 def open_index(
-    folder: str | os.PathLike,
+    folder: Index | str | os.PathLike,
     model: nn.Module | None = None,
     tokenizer: Any = None,
     encoder: Encoder | None = None,
     verify: bool = False,
 ) -> Index:
     """Open an index; RetrieverError as by `open_shards`, or if `model` did not build it."""
-    index = open_shards(Path(folder), verify)
-    if model is not None:
-        check_encoder(index, model, tokenizer, encoder or default_encoder(model))
+    index = folder if isinstance(folder, Index) else open_shards(Path(folder), verify)
+    if model is not None and index.meta:
+        identity = encoder_identity(model, tokenizer, encoder or default_encoder(model))
+        name = index.meta.get("encoder") or "unnamed"
+        way_out = f"Open it with the encoder that built it ({name}), or build another index."
+        check_same(index.folder, index.meta, identity, way_out)
     return index
 
 
@@ -456,15 +457,12 @@ class DenseRetriever(VectorRetriever):
         faiss: FaissIndex | None = None,
     ):
         """index: a folder or an open index"""
-        index = index if isinstance(index, Index) else open_index(index)
-        if index.meta:
-            check_encoder(index, model, tokenizer, encoder or default_encoder(model))
+        index = open_index(index, model, tokenizer, encoder)
         super().__init__(index, next(model.parameters()).device, across, faiss)
         self.encoding = model, tokenizer, encoder, batch_tokens
         self._encoding = threading.Lock()  # fast tokenizers are not thread-safe
 
-    def encode_queries(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
-        """Return (Q, D) float32 on the CPU, and which queries were cut."""
+    def prepare(self, queries: list[str]) -> tuple[Tensor, list[bool]]:
         model, tokenizer, encoder, batch_tokens = self.encoding
         bar, cut = Progress(len(queries), "encode", "queries"), []
         with self._encoding:
@@ -509,28 +507,29 @@ def open_retriever(
         dense = DenseRetriever(index, *_load(cfg), across, faiss)
         if cfg.kind == "dense":
             return dense
-    folder, settings = Path(cfg.index, "bm25"), (cfg.k1, cfg.b, cfg.query_words, cfg.analyzer)
+    folder = Path(cfg.index, "bm25")
+    settings = cfg.k1, cfg.b, cfg.query_words, cfg.analyzer, cfg.bm25_workers
     if cfg.index and (folder.is_dir() or not cfg.corpus):
-        bm25 = BM25Retriever.open(folder, *settings, cfg.bm25_workers, verify=cfg.verify)
+        bm25 = BM25Retriever.open(folder, *settings, verify=cfg.verify)
     else:
-        bm25 = BM25Retriever(cfg.corpus, *settings, cfg.bm25_workers)
+        bm25 = BM25Retriever(cfg.corpus, *settings)
     if cfg.kind == "bm25":
         return bm25
     return HybridRetriever(dense, bm25, cfg.depth, cfg.rrf_k, cfg.weights)
 
 
-def build_bm25(cfg: RetrieverConfig) -> tuple[int, int]:
-    """Build a missing BM25 index → (passages, newly indexed passages)."""
+def build_bm25(cfg: RetrieverConfig) -> dict[str, int]:
+    """Build a missing BM25 index; return the numbers of passages and of newly indexed ones."""
     folder = Path(cfg.index, "bm25")
     with only_writer(cfg.index, "bm25"):
         if meta := read_meta(folder):
             now = {"corpus": Corpus(cfg.corpus).digest, "analyzer": cfg.analyzer}
-            check_same(folder, meta, now, "Choose another folder, or delete this one.")
+            check_same(folder, meta, now)
             with contextlib.suppress(RetrieverError):  # damaged or another version: rebuild
                 index = BM25Retriever.open(folder, analyzer=cfg.analyzer, verify=True)
-                return len(index.passage_ids), 0
+                return {"count": len(index.passage_ids), "indexed": 0}
         count = build_postings(folder, cfg.corpus, cfg.analyzer, cfg.bm25_workers)
-        return count, count
+        return {"count": count, "indexed": count}
 
 
 def main(cfg: RetrieverConfig) -> dict | None:
@@ -570,8 +569,7 @@ def _build(cfg: RetrieverConfig) -> dict | None:
     if not first:
         return None
     if cfg.kind != "dense":
-        count, indexed = build_bm25(cfg)
-        report = {"count": count, "indexed": indexed} | report  # hybrid: dense figures
+        report = build_bm25(cfg) | report  # hybrid: dense figures
     save_config(cfg, os.path.join(cfg.index, "config.yaml"))
     seconds = time.monotonic() - started
     size = sum(p.stat().st_size for p in Path(cfg.index).rglob("*") if p.is_file())

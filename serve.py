@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Callable, Literal, NoReturn
@@ -89,7 +90,7 @@ class Job:
 
     key: tuple[Callable, int]  # (function to call, k or cutoff)
     items: list[tuple]  # call arguments per query
-    answer: asyncio.Future
+    answer: Future = field(default_factory=Future)
 
 
 class Service:
@@ -110,15 +111,15 @@ class Service:
 
     def _work(self) -> None:
         """Answer jobs until None arrives; those that wait share a call."""
-        jobs: list[Job | None] = []
+        jobs = []
         while None not in jobs:
             jobs, size = [self.jobs.get()], 0
             while jobs[-1] and not self.jobs.empty():
                 if (size := size + len(jobs[-1].items)) >= self.cfg.max_batch:
                     break
                 jobs.append(self.jobs.get())
-            # cancelled: timed out
-            ready = [job for job in jobs if job and not job.answer.cancelled()]
+            # without those that timed out
+            ready = [job for job in jobs if job and job.answer.set_running_or_notify_cancel()]
             for key in dict.fromkeys(job.key for job in ready):
                 self._call([job for job in ready if job.key == key])
 
@@ -130,24 +131,16 @@ class Service:
             answers = list(call(*map(list, zip(*items)), number))
             if len(answers) != len(items):
                 raise RuntimeError(f"{len(answers)} answers to {len(items)} queries")
-            rest = iter(answers)
-            found = [list(islice(rest, len(job.items))) for job in jobs]
         except Exception as e:
-            if len(jobs) > 1:
+            if len(jobs) == 1:
+                jobs[0].answer.set_exception(self._failure(call, e))
+            else:
                 for job in jobs:
                     self._call([job])
-                return
-            found = [self._failure(call, e)]
-
-        def deliver() -> None:
-            for job, answer in zip(jobs, found):
-                if job.answer.done():  # timed out
-                    continue
-                failed = isinstance(answer, Refused)
-                job.answer.set_exception(answer) if failed else job.answer.set_result(answer)
-
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            jobs[0].answer.get_loop().call_soon_threadsafe(deliver)
+            return
+        rest = iter(answers)
+        for job in jobs:
+            job.answer.set_result(list(islice(rest, len(job.items))))
 
     def _failure(self, call: Callable, e: Exception) -> Refused:
         if isinstance(e, Refused):
@@ -157,16 +150,17 @@ class Service:
         traceback.print_exception(e)
         return Refused(500, f"the retriever failed: {type(e).__name__}: {e}")
 
-    async def _ask(self, call: Callable, items: list[tuple], number: int) -> list:
+    async def _ask(self, call: Callable, number: int, *arguments: list) -> list:
+        items = list(zip(*arguments))
         self.counts["requests"] += 1
         self.counts["queries"] += len(items)
         if not items:
             return []
-        answer = asyncio.get_running_loop().create_future()
+        job = Job((call, number), items)
         self.waiting += len(items)
-        self.jobs.put(Job((call, number), items, answer))
+        self.jobs.put(job)
         try:
-            return await asyncio.wait_for(answer, self.cfg.timeout)
+            return await asyncio.wait_for(asyncio.wrap_future(job.answer), self.cfg.timeout)
         except asyncio.TimeoutError:
             problem = f"no answer within {self.cfg.timeout:g} s (timeout); send less at once"
             raise Refused(504, problem) from None
@@ -180,22 +174,23 @@ class Service:
 
     async def search(self, queries: list[str], k: int) -> list:
         """Returns a list of (id, score) per query."""
-        return await self._ask(self.retriever.search, [(query,) for query in queries], k)
+        return await self._ask(self.retriever.search, k, queries)
 
     async def gold_ranks(self, queries: list[str], golds: list[list[str]], cutoff: int) -> list:
         """Returns a rank per query: None beyond `cutoff`, FAILED for a NaN score."""
         if len(golds) != len(queries):
             problem = f"{len(queries)} queries but {len(golds)} golds or query ids"
             raise Refused(422, f"{problem}: give one a query")
-        return await self._ask(self.retriever.gold_ranks, list(zip(queries, golds)), cutoff)
+        return await self._ask(self.retriever.gold_ranks, cutoff, queries, golds)
 
     async def ranks_by_query_id(self, queries: list[str], ids: list[str], topk: int) -> list[int]:
         """Returns ranks for golds from the qrels; -1 beyond `topk` (ConvSearch-R1)."""
         if self.qrels is None:
             raise Refused(501, "no gold passages of query_ids: start the server with qrels=FILE")
         if unknown := [id_ for id_ in ids if id_ not in self.qrels]:
-            problem = f"query id {unknown[0]!r} has no gold passage in this server's qrels"
-            raise Refused(422, problem)
+            raise Refused(
+                422, f"query id {unknown[0]!r} has no gold passage in this server's qrels"
+            )
         ranks = await self.gold_ranks(queries, [self.qrels[id_] for id_ in ids], topk)
         if any(rank is FAILED for rank in ranks):
             raise Refused(500, "a query has a NaN score, so no rank")
@@ -208,12 +203,11 @@ class Service:
         except (DataError, OSError) as e:  # the file has changed
             raise Refused(500, f"a passage can't be read: {e}") from e
 
-    async def passages(self, queries: list[str], k: int) -> tuple[list, list]:
-        """Returns (passages {"id", "contents"}, scores), each a list per query."""
+    async def passages(self, queries: list[str], k: int) -> list:
+        """Returns a list of (passage {"id", "contents"}, score) per query."""
         if self.texts is None:
             raise Refused(501, "no passage texts: start the server with corpus=FILE")
-        found = await self._ask(self._read, [(query,) for query in queries], k)
-        return [[passage for passage, _ in one] for one in found], scores(found)
+        return await self._ask(self._read, k, queries)
 
     def status(self) -> dict:
         """Returns limits and counters, for /health and the last line."""
@@ -237,8 +231,12 @@ class Service:
         return self.status()
 
 
-def scores(hits: list) -> list[list[float]]:
-    return [[score for _, score in one] for one in hits]
+def documents(found: list) -> list[list[dict]]:
+    return [[document for document, _ in one] for one in found]
+
+
+def scores(found: list) -> list[list[float]]:
+    return [[score for _, score in one] for one in found]
 
 
 def dialects(service: Service) -> dict[str, Callable]:
@@ -265,23 +263,20 @@ def dialects(service: Service) -> dict[str, Callable]:
             if return_scores:
                 return {"result": [ranks, scores(await service.search(queries, topk or hundred))]}
             return {"result": ranks}
-        passages, found = await service.passages(queries, topk or service.cfg.topk)
-        if return_scores:
-            passages = [
-                [{"document": passage, "score": score} for passage, score in zip(*both)]
-                for both in zip(passages, found)
-            ]
-        return {"result": passages}
+        found = await service.passages(queries, topk or service.cfg.topk)
+        if not return_scores:
+            return {"result": documents(found)}
+        return {"result": [[{"document": d, "score": score} for d, score in one] for one in found]}
 
     async def batch_search(query: Queries, top_n: Number = ten, return_score: bool = False) -> list:
-        passages, found = await service.passages(query, top_n)
-        return [passages, found] if return_score else passages
+        found = await service.passages(query, top_n)
+        return [documents(found), scores(found)] if return_score else documents(found)
 
     async def search(query: str, top_n: Number = ten, return_score: bool = False) -> list:
         if not query.strip():
             raise Refused(400, "Query content cannot be empty")
-        (passages,), (found,) = await service.passages([query], top_n)
-        return [passages, found] if return_score else passages
+        answer = await batch_search([query], top_n, return_score)
+        return [part[0] for part in answer] if return_score else answer[0]
 
     async def hits(queries: Queries, k: Number) -> dict:
         return {"hits": await service.search(queries, k)}
@@ -326,7 +321,6 @@ def endpoint(answer: Callable) -> Callable:
 
 
 def make_mcp(service: Service) -> Any:
-    """Returns the MCP server."""
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
     from mcp.shared.exceptions import MCPError
@@ -340,13 +334,13 @@ def make_mcp(service: Service) -> Any:
         try:
             if not query.strip():
                 raise Refused(422, "the query is empty; say in a few words what to look for")
-            (passages,), _ = await service.passages([query], service.cfg.topk)
+            (found,) = await service.passages([query], service.cfg.topk)
         except Refused as e:
             status, reason = service.refuse(e)
             if status >= 500:  # a model would read a ToolError
                 raise MCPError(INTERNAL_ERROR, reason) from e
             raise ToolError(reason) from e
-        return "\n\n".join(numbered(passage["contents"] for passage in passages)) or NOTHING_FOUND
+        return "\n\n".join(numbered(passage["contents"] for passage, _ in found)) or NOTHING_FOUND
 
     return server
 

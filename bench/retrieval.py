@@ -225,7 +225,7 @@ class SyntheticRetriever(VectorRetriever):
         golds = [[str(n * 1_000_003 % len(self.passage_ids))] for n in numbers]
         return [str(n) for n in numbers], golds
 
-    def encode_queries(self, queries: list[str]) -> tuple[torch.Tensor, list[bool]]:
+    def prepare(self, queries: list[str]) -> tuple[torch.Tensor, list[bool]]:
         return self.vectors[[int(q) % len(self.vectors) for q in queries]], [False] * len(queries)
 
 

@@ -108,7 +108,7 @@ def _classes(text: str) -> str:
 
 def standard_words(text: str) -> list[str]:
     """Split a text into words as Lucene's StandardTokenizer does."""
-    words: list[str] = []
+    words = []
     for i, part in enumerate([text] if text.isascii() else NON_ASCII.split(text)):
         if i % 2:
             words += [part[m.start() : m.end()] for m in CLASS_WORD.finditer(_classes(part))]
@@ -164,16 +164,13 @@ class LuceneEnglish:
 
     name = "lucene"
 
-    def __init__(self):
-        self._term = lru_cache(1 << 19)(self._analyse)
-
     @staticmethod
-    def _analyse(word: str) -> str:
+    @lru_cache(1 << 19)
+    def _term(word: str) -> str:
         if len(word) >= 2 and word[-1] in "sS" and word[-2] in "'\u2019\uff07":
             word = word[:-2]
         # by character, as in Java: no final sigma, dotted capital I becomes i
-        lower = ("i" if c == "\u0130" else c.lower() for c in word)
-        word = word.lower() if word.isascii() else "".join(lower)
+        word = "".join(map(str.lower, word.replace("\u0130", "i")))
         if word in STOP_WORDS:
             return ""
         with _stemming:
@@ -205,7 +202,6 @@ class SnowballEnglish:
         return lengths
 
 
-@lru_cache
 def make_analyzer(name: str) -> LuceneEnglish | SnowballEnglish:
     """Return the analyzer `name`. RetrieverError: there is none."""
     for kind in (LuceneEnglish, SnowballEnglish):

@@ -28,6 +28,7 @@ from search.passages import (
     Corpus,
     Hits,
     PassageIds,
+    Ranks,
     Retriever,
     RetrieverError,
     Source,
@@ -50,32 +51,29 @@ def word_key(word: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def count(
-    part: Iterable[Passage], first: int, number: int, analyzer: str, folder: Path
-) -> tuple[int, int]:
-    """Write the postings of passages `first` to `first + number` → (words, passages with a word).
+def count(part: Iterable[Passage], numbers: range, analyzer: str, folder: Path) -> tuple[int, int]:
+    """Write the postings of the passages `numbers` → (words, passages with a word).
 
     Arrays: words (V,) ascending uint64 keys; start (V + 1,), word v has the postings
     start[v]:start[v + 1]; passages (P,) int32 numbers, ascending per word; codes (P,) indices into
     pairs (C,) int64, word count << 32 | passage length.
     """
     analyse, seen = make_analyzer(analyzer), {}
-    words, lengths = [], np.zeros(number, dtype=np.int64)
+    words, lengths = [], np.zeros(len(numbers), dtype=np.int64)
     for i, passage in enumerate(part):
         terms = analyse(passage.contents)
         words += [seen.setdefault(term, len(seen)) for term in terms]
         lengths[i] = len(terms)
     keys = np.array([word_key(word) for word in seen], dtype=np.uint64)
-    order = np.argsort(keys)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    both = rank[np.array(words, dtype=np.int64)] * number + np.repeat(np.arange(number), lengths)
+    keys, place = np.unique(keys, return_inverse=True)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    both = place[np.array(words, dtype=np.int64)] * len(lengths) + row
     both, times = np.unique(both, return_counts=True)  # by word, passage
-    word, row = np.divmod(both, number)
+    word, row = np.divmod(both, len(lengths))
     pairs, codes = np.unique(times << 32 | analyse.lengths(lengths)[row], return_inverse=True)
     starts = np.searchsorted(word, np.arange(len(keys) + 1))
     folder.mkdir()
-    values = keys[order], starts, (row + first).astype(np.int32), codes.astype(np.uint32), pairs
+    values = keys, starts, (row + numbers.start).astype(np.int32), codes.astype(np.uint32), pairs
     for name, array in zip(ARRAYS, values):
         np.save(folder / f"{name}.npy", array)
     return int(lengths.sum()), int(np.count_nonzero(lengths))
@@ -127,25 +125,23 @@ def build_postings(
     make_analyzer(analyzer)  # fails before anything is read
     with atomic_folder(os.fspath(folder)) as temporary:
         temporary = Path(temporary)
-        corpus, tasks = Corpus(source, ids=True), []
+        corpus = Corpus(source, ids=True)
         corpus.save_ids(temporary)
-        for first in range(0, corpus.count, SHARD):
-            size, own = min(SHARD, corpus.count - first), temporary / f"shard-{first}"
-            tasks.append((corpus.part(first, first + size), first, size, analyzer, own))
+        shards = corpus.split(SHARD)
+        folders = [temporary / f"shard-{shard.start}" for shard in shards]
+        tasks = [(corpus.part(shard), shard, analyzer, own) for shard, own in zip(shards, folders)]
         counted = (count(*task) for task in tasks)
         if workers > 1 and len(tasks) > 1:
-            counted = in_processes(count, tasks, min(workers, len(tasks)), ahead=1)
+            counted = in_processes(count, tasks, min(workers, len(tasks)))
         bar, tokens, documents = Progress(corpus.count, "index words"), 0, 0
-        for (_, _, size, *_), (words, filled) in zip(tasks, counted):
+        for shard, (words, filled) in zip(shards, counted):
             tokens, documents = tokens + words, documents + filled
-            bar.update(size)
+            bar.update(len(shard))
         bar.close()
         if not documents:
             raise RetrieverError(
-                f"none of the {corpus.count} passages holds a word that can be indexed (only stop "
-                "words and signs); look at the corpus file"
+                f"none of the {corpus.count} passages has a word but stop words; look at the corpus"
             )
-        folders = [task[-1] for task in tasks]
         merge(folders, temporary)
         for own in folders:
             shutil.rmtree(own)
@@ -210,13 +206,13 @@ class BM25Retriever(Retriever):
                 "such as 0.9 and 0.4"
             )
         k1, b, one = np.float32(self.k1), np.float32(self.b), np.float32(1)
-        times, length = (self.arrays["pairs"] >> 32), (self.arrays["pairs"] & 0xFFFFFFFF)
-        times, length = times.astype(np.float32), length.astype(np.float32)
+        pairs = self.arrays["pairs"]
+        times, length = (part.astype(np.float32) for part in (pairs >> 32, pairs & 0xFFFFFFFF))
         mean = np.float32(self.meta["tokens"] / self.meta["documents"])
         with np.errstate(divide="ignore"):  # k1 = 0 scores idf for any count
             return one + times * (one / (k1 * ((one - b) + b * length / mean)))
 
-    def _cut(self, queries: list[str]) -> tuple[list[str], list[bool]]:
+    def prepare(self, queries: list[str]) -> tuple[list[str], list[bool]]:
         if self.query_words is None:
             return queries, [False] * len(queries)
         check_k(self.query_words, "query_words")
@@ -233,12 +229,11 @@ class BM25Retriever(Retriever):
             if number == len(arrays["words"]) or arrays["words"][number] != key:
                 continue
             low, high = arrays["start"][number : number + 2].tolist()
-            n, documents = high - low, self.meta["documents"]
-            idf = np.float32(math.log(1 + (documents - n + 0.5) / (n + 0.5)))
+            n = high - low
+            idf = np.float32(math.log(1 + (self.meta["documents"] - n + 0.5) / (n + 0.5)))
             weight = np.float32(times) * idf
-            gains = weight - weight / divisors
             passages, codes = arrays["passages"][low:high], arrays["codes"][low:high]
-            lists.append((float(weight), passages, codes, gains))
+            lists.append((float(weight), passages, codes, weight - weight / divisors))
         return sorted(lists, key=lambda entry: -entry[0])
 
     def _candidates(
@@ -252,13 +247,13 @@ class BM25Retriever(Retriever):
         """
         if getattr(self._local, "totals", None) is None:
             self._local.totals = np.zeros(len(self.passage_ids))
-        totals, read, rows, size = self._local.totals, [], None, 0
+        totals, read, rows = self._local.totals, [], None
         rest = sum(entry[0] for entry in lists)  # most that the remaining words can add
         try:
             for weight, passages, codes, gains in lists:
                 least = floor * (1 - 1e-6) - rest  # needed by now, less rounding
                 # only if cheaper than reading this list
-                if rows is None and least > 0 and size < 4 * len(passages):
+                if rows is None and least > 0 and sum(map(len, read)) < 4 * len(passages):
                     rows = _above(totals, read, least)
                     if 8 * len(rows) > len(passages):  # too many to look up
                         rows = None
@@ -268,7 +263,6 @@ class BM25Retriever(Retriever):
                     scores += gains.take(codes)
                     totals[at] = scores
                     read.append(at)
-                    size = min(size + len(at), len(totals))
                 else:
                     here, found = _look_up(rows, passages, codes, gains)
                     totals[rows[here]] += found
@@ -324,18 +318,11 @@ class BM25Retriever(Retriever):
             done = dict(zip(once, share(lambda entry: work(*entry, number, divisors), once)))
         return [done[entry] for entry in entries]
 
-    def hits(self, queries: list[str], k: int) -> tuple[list[Hits], list[bool]]:
-        """Return the lists of `search` (scores above 0), and which queries were cut."""
-        queries, cut = self._cut(queries)
-        found = self._answers(self._best, zip(queries), k)
-        return [list(hits) for hits in found], cut
+    def hits(self, queries: list[str], k: int) -> list[Hits]:
+        return [list(hits) for hits in self._answers(self._best, zip(queries), k)]
 
-    def ranks(
-        self, queries: list[str], golds: list[list[int]], cutoff: int
-    ) -> tuple[list[int | None], list[bool]]:
-        """Return the ranks of `gold_ranks` (None for score 0), and which queries were cut."""
-        queries, cut = self._cut(queries)
-        return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff), cut
+    def ranks(self, queries: list[str], golds: list[list[int]], cutoff: int) -> Ranks:
+        return self._answers(self._rank, zip(queries, map(tuple, golds)), cutoff)
 
 
 def _look_up(

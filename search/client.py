@@ -11,10 +11,17 @@ import math
 import re
 import sys
 import time
-from functools import partial
 from typing import Any, Callable, Sequence
 
-from search.passages import FAILED, Hits, RetrieverError, check_k, check_queries, gold_lists
+from search.passages import (
+    FAILED,
+    Hits,
+    Ranks,
+    RetrieverError,
+    check_golds,
+    check_k,
+    check_queries,
+)
 
 IDS = 10_000  # passage ids per request
 
@@ -41,7 +48,7 @@ class RemoteIds:
         unknown = sorted(ids - self._known.keys())
         for start in range(0, len(unknown), IDS):
             part = unknown[start : start + IDS]
-            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", _read_flag))
+            self._known |= zip(part, self._remote.ask("has_ids", {"ids": part}, "has", _is_flag))
         return {id_ for id_ in ids if self._known[id_]}
 
 
@@ -112,16 +119,9 @@ class Service:
 class RemoteRetriever(Service):
     """The retriever served at `url`. RetrieverError: an answer is not as serve.py's."""
 
-    def __init__(
-        self,
-        url: str,
-        timeout: float = 120.0,
-        retries: int = 8,
-        backoff: float = 1.0,
-        batch: int = 128,
-    ):
-        """batch: queries per request (the server's limit applies)"""
-        super().__init__(url, timeout, retries, backoff)
+    def __init__(self, url: str, *service, batch: int = 128, **named):
+        """service, named: see `Service`; batch: queries per request, at most the server's limit"""
+        super().__init__(url, *service, **named)
         check_k(batch, "batch")
         self.health = self.ask("health")
         self.batch = min(batch, self.health["max_batch"])
@@ -137,10 +137,10 @@ class RemoteRetriever(Service):
         path: str,
         body: dict | None = None,
         key: str = "",
-        read: Callable | None = None,
+        fits: Callable[[Any], bool] = bool,
         tries: int | None = None,
     ) -> Any:
-        """Return list `key` of the answer, one entry (by `read`) per item of the body's first list.
+        """Return list `key` of the answer: per item of the body's first list an entry that `fits`.
 
         Without a key: count, max_batch and cut_queries of /health.
         """
@@ -151,8 +151,11 @@ class RemoteRetriever(Service):
             asked, entries = len(next(iter(body.values()))), answer[key]
             if len(entries) != asked:
                 raise ValueError(f"{len(entries)} entries instead of {asked}")
-            return [read(entry) for entry in entries]
-        except (KeyError, TypeError, ValueError) as e:
+            for entry in entries:
+                if not fits(entry):
+                    raise ValueError(f"{str(entry)[:80]} among {key}")
+            return entries
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise RetrieverError(
                 f"{self.url}/{path} answered with status 200, but not as serve.py does "
                 f"({type(e).__name__}: {e}); give the address of a serve.py of this version"
@@ -164,57 +167,51 @@ class RemoteRetriever(Service):
         queries, out = check_queries(queries), []
         for start in range(0, len(queries), self.batch):
             body = {"queries": queries[start : start + self.batch], "k": k}
-            out += self.ask("hits", body, "hits", partial(_read_hits, k=k))
+            lists = self.ask("hits", body, "hits", lambda hits: _are_hits(hits, k))
+            out += [[(id_, float(score)) for id_, score in hits] for hits in lists]
         return out
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | float | None]:
+    ) -> Ranks:
         """Return every query's best gold rank: None beyond `cutoff`, FAILED if unknown.
 
         FAILED: a NaN score or an unanswered request, after which requests are tried once until one
         is answered. RetrieverAway: none was.
         """
-        check_k(cutoff, "cutoff")
-        queries = check_queries(queries)
-        golds = gold_lists(queries, gold_ids)
-        read, out, failed, problem, tries = partial(_read_rank, cutoff=cutoff), [], 0, None, None
+        queries, golds = check_golds(queries, gold_ids, cutoff)
+        ranks, failed, problem, tries = [], 0, None, None
+
+        def fits(rank: Any) -> bool:
+            return rank in (None, "failed") or type(rank) is int and 1 <= rank <= cutoff
+
         for start in range(0, len(queries), self.batch):
             part = slice(start, start + self.batch)
             body = {"queries": queries[part], "gold_ids": golds[part], "cutoff": cutoff}
             try:
-                out += self.ask("gold_ranks", body, "ranks", read, tries)
+                ranks += self.ask("gold_ranks", body, "ranks", fits, tries)
                 tries = None
             except RetrieverAway as e:
-                out += [FAILED] * len(body["queries"])
+                ranks += ["failed"] * len(body["queries"])
                 failed, problem, tries = failed + len(body["queries"]), e, 1
         self.counts["failed"] += failed
         if problem:
             if failed == len(queries):
                 raise problem
             print(f"no rank for {failed} of {len(queries)} queries: {problem}", file=sys.stderr)
-        return out
+        return [FAILED if rank == "failed" else rank for rank in ranks]
 
 
-def _read_hits(hits: Any, k: int) -> Hits:
-    number = (int, float)
-    good = isinstance(hits, list) and all(
-        isinstance(i, str) and type(s) in number and math.isfinite(s) for i, s in hits
+def _is_flag(flag: Any) -> bool:
+    return isinstance(flag, bool)
+
+
+def _are_hits(hits: Any, k: int) -> bool:
+    return (
+        isinstance(hits, list)
+        and len(hits) <= k
+        and all(
+            isinstance(id_, str) and type(score) in (int, float) and math.isfinite(score)
+            for id_, score in hits
+        )
     )
-    if not good or len(hits) > k:
-        raise ValueError(f"{str(hits)[:80]} is no list of at most {k} hits [id, score]")
-    return [(id_, float(score)) for id_, score in hits]
-
-
-def _read_flag(flag: Any) -> bool:
-    if not isinstance(flag, bool):
-        raise ValueError(f"{str(flag)[:80]} is neither true nor false")
-    return flag
-
-
-def _read_rank(rank: Any, cutoff: int) -> int | float | None:
-    if rank == "failed":
-        return FAILED
-    if rank is not None and not (type(rank) is int and 1 <= rank <= cutoff):
-        raise ValueError(f"{rank!r} is no rank from 1 to {cutoff}")
-    return rank

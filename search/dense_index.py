@@ -31,11 +31,11 @@ from search.exact import as_hits, best_of, exact_gold_ranks, exact_search, place
 from search.faiss_index import FaissIndex
 from search.fusion import best_rank
 from search.passages import (
-    FAILED,
     PART,
     Corpus,
     Hits,
     PassageIds,
+    Ranks,
     Retriever,
     RetrieverError,
     Source,
@@ -71,8 +71,11 @@ class Index:
         return sum(entry["truncated"] for entry in self.meta.get("shards", []))
 
 
-def fingerprint(model: nn.Module, tokenizer: Any) -> str:
-    """Return a sha256 of the weights, the architecture and the tokens of a probe text."""
+def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
+    """Return what an index and its queries must share (not the query length).
+
+    fingerprint: sha256 of the weights, the architecture and the tokens of a probe text
+    """
     digest = hashlib.sha256()
     keys = "model_type num_hidden_layers num_attention_heads hidden_act layer_norm_eps".split()
     form = {k: getattr(model.config, k, None) for k in keys}
@@ -81,21 +84,8 @@ def fingerprint(model: nn.Module, tokenizer: Any) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy())
-    return digest.hexdigest()
-
-
-def encoder_identity(model: nn.Module, tokenizer: Any, encoder: Any) -> dict:
-    """Return what an index and its queries must share (not the query length)."""
     settings = {k: v for k, v in asdict(encoder).items() if k not in ("name", "query_length")}
-    dim = {"dim": model.config.hidden_size}
-    return dim | settings | {"fingerprint": fingerprint(model, tokenizer)}
-
-
-def check_encoder(index: Index, model: nn.Module, tokenizer: Any, encoder: Any) -> None:
-    """RetrieverError if another encoder or setting built the index."""
-    name = index.meta.get("encoder") or "unnamed"
-    way_out = f"Open it with the encoder that built it ({name}), or build another index."
-    check_same(index.folder, index.meta, encoder_identity(model, tokenizer, encoder), way_out)
+    return {"dim": model.config.hidden_size, **settings, "fingerprint": digest.hexdigest()}
 
 
 # --------------------------------------------------------------------------------------- build
@@ -115,8 +105,7 @@ def build_shards(
 
     encode: (uncut token ids of a window, progress) → (fp16 vectors (len, D), number of cut texts)
 
-    Shards are written atomically, with entries that move to meta.json at the end. In a process
-    group this is a collective: each rank makes its share.
+    Shards are written atomically, with entries that move to meta.json at the end.
     """
     check_k(shard_size, "shard_size")
     identity = encoder_identity(model, tokenizer, encoder)
@@ -129,9 +118,8 @@ def build_shards(
         wanted = {"format": FORMAT, "count": corpus.count, "corpus": corpus.digest}
         wanted |= {"shard_size": shard_size} | identity
         notes = {"encoder": encoder.name, "query_length": encoder.query_length}
-        new = wanted | notes | {"complete": False, "shards": []} | corpus.size
-        meta = before or new
-        check_same(folder, meta, wanted, "Choose another folder, or delete this one.")
+        meta = before or wanted | notes | {"complete": False, "shards": []} | corpus.size
+        check_same(folder, meta, wanted)
         for entry in folder.glob("shard-*.json") if not before else ():
             entry.unlink()  # an index that lost its meta.json
         corpus.save_ids(folder)
@@ -142,8 +130,7 @@ def build_shards(
 
     with contextlib.ExitStack() as stack:
         meta, corpus = on_rank_0(begin)
-        firsts, count = range(0, corpus.count, shard_size), corpus.count
-        spans = [range(first, min(first + shard_size, count)) for first in firsts]
+        spans = corpus.split(shard_size)
         mine = range(rank, len(spans), world)
         missing = {n: spans[n] for n in mine if not _is_sound(folder, n, spans[n], meta)}
         encoded = sum(map(len, missing.values()))
@@ -167,13 +154,13 @@ def _tokens(
     corpus: Corpus, spans: Sequence[range], tokenizer: Any, prefix: str, workers: int
 ) -> Iterator[list[np.ndarray]]:
     """Yield the uncut token ids of all shards' passages in order, PART at a time."""
-    firsts = [(first, span.stop) for span in spans for first in span[::PART]]
-    parts = (corpus.part(first, min(first + PART, stop)) for first, stop in firsts)
+    parts = (
+        corpus.part(span[at : at + PART]) for span in spans for at in range(0, len(span), PART)
+    )
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if corpus.path and workers and fast:
         form = fast.to_str()
-        for flat, lengths in in_processes(tokenise, ((p, prefix, form) for p in parts), workers):
-            yield np.split(flat, np.cumsum(lengths)[:-1])
+        yield from in_processes(tokenise, ((part, prefix, form) for part in parts), workers)
         return
     for part in parts:
         batch = tokenizer([prefix + passage.contents for passage in part], verbose=False)
@@ -189,7 +176,7 @@ def _encode_shards(
         for number, span in missing.items():
             parts, cut = [], 0
             for start in range(0, len(span), WINDOW):
-                texts: list[np.ndarray] = []
+                texts = []
                 while len(texts) < len(span[start : start + WINDOW]):
                     texts += next(tokens)
                 vectors, more = encode(texts, bar.update)
@@ -256,8 +243,7 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
     RetrieverError: missing, unfinished or damaged.
     """
     with opening(folder, verify, format=FORMAT) as meta:
-        # "c": writable privately, so that torch needs no copy
-        shards = [mapped(folder / entry["file"], "c") for entry in meta["shards"]]
+        shards = [mapped(folder / entry["file"]) for entry in meta["shards"]]
         ids = PassageIds.open(folder)
         for entry, shard in zip(meta["shards"], shards):
             if shard.shape != (entry["rows"], meta["dim"]):
@@ -274,7 +260,7 @@ def open_shards(folder: Path, verify: bool = False) -> Index:
 class VectorRetriever(Retriever):
     """Thread-safe inner-product search: exact on `device`, or by `faiss`, approximately.
 
-    Subclasses define `encode_queries`: (Q, D) float32 on the CPU, and which queries were cut.
+    Subclasses define `prepare`: (Q, D) float32 on the CPU, and which queries were cut.
     With `across` each rank holds a share of the shards; `search` and `gold_ranks` are then
     collectives, which each rank calls with its own queries, or none.
     """
@@ -288,7 +274,7 @@ class VectorRetriever(Retriever):
     ):
         super().__init__()
         self.index, self.passage_ids, self.device = index, index.ids, device
-        self.across, self.faiss, self.cut_passages = across, faiss, index.cut_passages
+        self.faiss, self.cut_passages = faiss, index.cut_passages
         self.first, self.group, shards = 0, None, index.shards  # first passage held here
         if across:
             self.group = dist.new_group(backend="gloo")  # own: trainers may search in a thread
@@ -304,24 +290,25 @@ class VectorRetriever(Retriever):
 
     def _gathered(self, part: Any) -> list:
         """Return `part` of every rank (a collective)."""
-        if not self.across:
+        if self.group is None:
             return [part]
-        parts: list = [None] * dist.get_world_size()
+        parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
         return parts
 
     def _of_all_ranks(self, vectors: Tensor, golds: list) -> tuple[Tensor, list, slice]:
         """Join (Q, D) vectors and golds of all ranks; slice: this rank's own."""
         parts = self._gathered((vectors, golds))
-        before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.across else 0
-        joined = torch.cat([part for part, _ in parts]).to(self.device)
-        return joined, sum((part for _, part in parts), []), slice(before, before + len(vectors))
+        before = sum(len(part) for part, _ in parts[: dist.get_rank()]) if self.group else 0
+        everyone, golds = zip(*parts)
+        own = slice(before, before + len(vectors))
+        return torch.cat(everyone).to(self.device), sum(golds, []), own
 
     def _exact_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
         """Best k passages of all ranks for (Q, D) vectors; None on NaN."""
         order = self._order[self.first : self.first + sum(map(len, self.shards))]
         found = scores, rows, failed = exact_search(vectors, self.shards, k, order)
-        if self.across:
+        if self.group:
             parts = self._gathered((scores.cpu(), rows.cpu() + self.first, failed.cpu()))
             hits = [as_hits(scores, rows) for scores, rows, _ in parts]
             k = min(k, len(self.passage_ids))
@@ -333,42 +320,33 @@ class VectorRetriever(Retriever):
         ]
 
     def _faiss_hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
-        out: list[Hits | None] = []
-        for vector, scores, rows in zip(vectors, *self.faiss.search(vectors.numpy(), k)):
+        lists = zip(*self.faiss.search(vectors.numpy(), k)) if len(vectors) else ()
+        out = []
+        for finite, (scores, rows) in zip(torch.isfinite(vectors).all(1).tolist(), lists):
             pairs = zip(rows.tolist(), scores.tolist())
             found = [(self.passage_ids[row], score) for row, score in pairs if row >= 0]
-            found.sort(key=lambda hit: (-hit[1], hit[0]))
-            out.append(found if torch.isfinite(vector).all() else None)
+            out.append(sorted(found, key=lambda hit: (-hit[1], hit[0])) if finite else None)
         return out
 
-    def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """Return the best min(k, M) passages, None on NaN, and which queries were cut."""
-        vectors, cut = self.encode_queries(queries)
+    def hits(self, vectors: Tensor, k: int) -> list[Hits | None]:
+        """Return the best min(k, M) passages, None on NaN."""
         if self.faiss is not None:
-            return self._faiss_hits(vectors, k) if queries else [], cut
+            return self._faiss_hits(vectors, k)
         vectors, _, own = self._of_all_ranks(vectors, [])
         found = [self._exact_hits(part, k) for part in vectors.split(2048)]
-        return sum(found, [])[own], cut
+        return sum(found, [])[own]
 
-    def ranks(
-        self, queries: list[str], golds: list[list[int]], cutoff: int
-    ) -> tuple[list[int | None], list[bool]]:
-        """Return the ranks of `gold_ranks`, and which queries were cut."""
-        vectors, cut = self.encode_queries(queries)
+    def ranks(self, vectors: Tensor, golds: list[list[int]], cutoff: int) -> Ranks:
         if self.faiss is not None:  # what FAISS misses has no rank; golds don't count
-            k = cutoff + max(map(len, golds), default=0)
-            lists = self._faiss_hits(vectors, k) if queries else []
+            lists = self._faiss_hits(vectors, cutoff + max(map(len, golds), default=0))
             sets = [{self.passage_ids[row] for row in rows} for rows in golds]
-            return [
-                FAILED if hits is None else best_rank(hits, gold, cutoff)
-                for hits, gold in zip(lists, sets)
-            ], cut
+            return [best_rank(hits, gold, cutoff) for hits, gold in zip(lists, sets)]
         vectors, golds, own = self._of_all_ranks(vectors, golds)
-        ranks: list[int | None] = []
+        ranks = []
         for part in vectors.split(2048):
             some = golds[len(ranks) : len(ranks) + len(part)]
             ranks += exact_gold_ranks(part, self.shards, some, cutoff, self.first, self.group)
-        return ranks[own], cut
+        return ranks[own]
 
 
 def faiss_place(index: Index, root: str, factory: str) -> tuple[Path, dict]:

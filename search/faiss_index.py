@@ -27,8 +27,7 @@ def _faiss() -> Any:
         import faiss
     except ImportError as e:
         raise RetrieverError(
-            "an approximate index needs FAISS: pip install faiss-cpu, or a GPU build of it; exact "
-            "search (faiss unset) needs nothing more"
+            "an approximate index needs FAISS: pip install faiss-cpu, or leave faiss unset"
         ) from e
     return faiss
 
@@ -63,7 +62,7 @@ def build_faiss(
     for name, value in search.items():
         check_k(value, name)
     if (meta := read_meta(folder)) is not None:
-        check_same(folder, meta, settings, "Choose another folder, or delete this one.")
+        check_same(folder, meta, settings)
         if _size(folder) == meta["bytes"]:
             return 0
     faiss = _faiss()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import Collection, Sequence
+from typing import Collection, Iterator, Sequence
 
-from search.passages import FAILED, Hits, Retriever, RetrieverError, check_k
+from search.passages import FAILED, Hits, Ranks, Retriever, RetrieverError, check_k
 
 
 def rank_in(hits: Hits, score: float, golds: Collection[str]) -> int:
@@ -14,8 +14,10 @@ def rank_in(hits: Hits, score: float, golds: Collection[str]) -> int:
     return 1 + sum(other >= score for id_, other in hits if id_ not in golds)
 
 
-def best_rank(hits: Hits, golds: Collection[str], cutoff: int) -> int | None:
+def best_rank(hits: Hits | None, golds: Collection[str], cutoff: int) -> int | float | None:
     """Return the rank of the best gold in a list; None if absent or beyond `cutoff`."""
+    if hits is None:
+        return FAILED
     best = max((score for id_, score in hits if id_ in golds), default=None)
     rank = math.inf if best is None else rank_in(hits, best, golds)
     return rank if rank <= cutoff else None
@@ -35,9 +37,7 @@ def rrf(
     """
     weights = [1.0] * len(lists) if weights is None else list(weights)
     if len(weights) != len(lists):
-        raise RetrieverError(
-            f"{len(weights)} weights for {len(lists)} lists: give one weight a list"
-        )
+        raise RetrieverError(f"{len(weights)} weights for {len(lists)} lists: give one a list")
     terms: dict[str, list[float]] = {}
     for hits, weight in zip(lists, weights):
         ids = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
@@ -63,7 +63,8 @@ class HybridRetriever(Retriever):
     ):
         super().__init__()
         check_k(depth, "depth")
-        if len(weights) != 2 or min(weights) < 0 or not any(weights) or not 0 <= k < math.inf:
+        usable = all(0 <= number < math.inf for number in (*weights, k))
+        if len(weights) != 2 or not any(weights) or not usable:
             raise RetrieverError(
                 f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, not "
                 "both 0, for dense and BM25, and an rrf_k from 0 up (usual is 60)"
@@ -79,32 +80,30 @@ class HybridRetriever(Retriever):
         self.depth, self.k, self.weights = depth, k, tuple(weights)
         self.passage_ids, self.cut_passages = dense.passage_ids, dense.cut_passages
 
-    def _lists(self, queries: list[str]) -> tuple[list[tuple[Hits | None, Hits]], list[bool]]:
-        (dense, long), (words, many) = (
-            side.hits(queries, self.depth) for side in (self.dense, self.bm25)
-        )
-        return list(zip(dense, words)), list(map(max, long, many))
+    def prepare(self, queries: list[str]) -> tuple[tuple, list[bool]]:
+        prepared, cut = zip(*(side.prepare(queries) for side in (self.dense, self.bm25)))
+        return prepared, list(map(max, *cut))
+
+    def _lists(self, prepared: tuple) -> Iterator[tuple[Hits | None, Hits]]:
+        dense, words = prepared
+        return zip(self.dense.hits(dense, self.depth), self.bm25.hits(words, self.depth))
 
     def _fused(self, lists: tuple[Hits, Hits]) -> Hits:
         return rrf(lists, self.k, weights=self.weights)
 
-    def hits(self, queries: list[str], k: int) -> tuple[list[Hits | None], list[bool]]:
-        """Return the best k of 2 · depth passages, None on NaN, and which queries were cut."""
-        lists, cut = self._lists(queries)
-        return [None if both[0] is None else self._fused(both)[:k] for both in lists], cut
+    def hits(self, prepared: tuple, k: int) -> list[Hits | None]:
+        lists = self._lists(prepared)
+        return [None if both[0] is None else self._fused(both)[:k] for both in lists]
 
-    def ranks(
-        self, queries: list[str], golds: list[list[int]], cutoff: int
-    ) -> tuple[list[int | float | None], list[bool]]:
-        """Return the ranks of `gold_ranks`, and which queries were cut."""
-        lists, cut = self._lists(queries)
+    def ranks(self, prepared: tuple, golds: list[list[int]], cutoff: int) -> Ranks:
         sets = [{self.passage_ids[row] for row in rows} for rows in golds]
-        return [
-            FAILED if both[0] is None else self._rank(both, ids, cutoff)
-            for both, ids in zip(lists, sets)
-        ], cut
+        return [self._rank(both, ids, cutoff) for both, ids in zip(self._lists(prepared), sets)]
 
-    def _rank(self, lists: tuple[Hits, Hits], golds: set[str], cutoff: int) -> int | None:
+    def _rank(
+        self, lists: tuple[Hits | None, Hits], golds: set[str], cutoff: int
+    ) -> int | float | None:
+        if lists[0] is None:
+            return FAILED
         best = 0.0
         for gold in golds:
             terms = []

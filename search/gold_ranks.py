@@ -22,29 +22,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILE_M, TILE_D, STAGES = 256, 64, 4  # passages per tile, columns per part, parts in flight
+TILE_M = gl.constexpr(256)  # passages per tile
+TILE_D = gl.constexpr(64)  # columns per part
+STAGES = gl.constexpr(4)  # parts in flight
 
 
 @gluon.jit
-def _tiles(n_queries, n_passages, TILE_M: gl.constexpr, OWN: gl.constexpr):
+def _tiles(n_queries, n_passages, OWN: gl.constexpr):
     tiles_q = gl.cdiv(n_queries, 128)
     return tiles_q, tiles_q if OWN else tiles_q * gl.cdiv(n_passages, TILE_M)
 
 
 @gluon.jit
-def _load(
-    tensors,
-    D: gl.constexpr,
-    TILE_M: gl.constexpr,
-    TILE_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    OWN: gl.constexpr,
-):
+def _load(tensors, D: gl.constexpr, OWN: gl.constexpr):
     """Load 2 x 64 queries and the passages of every tile, TILE_D columns at a time."""
-    q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
-        tensors
-    )
-    tiles_q, tiles = _tiles(n_queries, n_passages, TILE_M, OWN)
+    q_desc, p_desc, q_bufs, p_bufs, ready, empty, _, _, n_queries, n_passages = tensors
+    tiles_q, tiles = _tiles(n_queries, n_passages, OWN)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         q0 = tile % tiles_q * 128
@@ -62,23 +55,13 @@ def _load(
 
 
 @gluon.jit
-def _count(
-    half: gl.constexpr,
-    tensors,
-    D: gl.constexpr,
-    TILE_M: gl.constexpr,
-    TILE_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    OWN: gl.constexpr,
-):
+def _count(half: gl.constexpr, tensors, D: gl.constexpr, OWN: gl.constexpr):
     """Multiply half of every tile's queries and count scores >= the gold's."""
-    q_desc, p_desc, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = (
-        tensors
-    )
+    _, _, q_bufs, p_bufs, ready, empty, gold_ptr, count_ptr, n_queries, n_passages = tensors
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_M, 16]
     )
-    tiles_q, tiles = _tiles(n_queries, n_passages, TILE_M, OWN)
+    tiles_q, tiles = _tiles(n_queries, n_passages, OWN)
     step = 0
     scores = gl.zeros((64, TILE_M), gl.float32, layout=layout)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -111,17 +94,7 @@ def _count(
 
 @gluon.jit
 def specialised(
-    q_desc,
-    p_desc,
-    gold_ptr,
-    count_ptr,
-    n_queries,
-    n_passages,
-    D: gl.constexpr,
-    TILE_M: gl.constexpr,
-    TILE_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    OWN: gl.constexpr,
+    q_desc, p_desc, gold_ptr, count_ptr, n_queries, n_passages, D: gl.constexpr, OWN: gl.constexpr
 ):
     """Add counts of scores >= gold (Q,) to count_ptr; if OWN, write (q_i, p_i) scores to gold_ptr.
 
@@ -139,9 +112,9 @@ def specialised(
     tensors = buffers + (gold_ptr, count_ptr, n_queries, n_passages)
     gl.warp_specialize(
         [
-            (_count, (0, tensors, D, TILE_M, TILE_D, STAGES, OWN)),
-            (_count, (1, tensors, D, TILE_M, TILE_D, STAGES, OWN)),
-            (_load, (tensors, D, TILE_M, TILE_D, STAGES, OWN)),
+            (_count, (0, tensors, D, OWN)),
+            (_count, (1, tensors, D, OWN)),
+            (_load, (tensors, D, OWN)),
         ],
         [4, 1],  # warps of the second and the third
         [240, 24],  # their registers
@@ -150,11 +123,12 @@ def specialised(
 
 def _run(queries: Tensor, passages: Tensor, gold: Tensor, count: Tensor, own: bool) -> None:
     def tiles(matrix: Tensor, rows: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for([rows, TILE_D], gl.float16)
-        return TensorDescriptor.from_tensor(matrix, [rows, TILE_D], layout)
+        shape = [rows, TILE_D.value]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float16)
+        return TensorDescriptor.from_tensor(matrix, shape, layout)
 
-    tensors = tiles(queries, 64), tiles(passages, TILE_M), gold, count, len(queries), len(passages)
-    sizes = queries.shape[1], TILE_M, TILE_D, STAGES
+    tensors = tiles(queries, 64), tiles(passages, TILE_M.value), gold, count
+    sizes = len(queries), len(passages), queries.shape[1]
     programs = torch.cuda.get_device_properties(queries.device).multi_processor_count
     specialised[(programs,)](*tensors, *sizes, own, num_warps=4, maxnreg=168)
 

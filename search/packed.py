@@ -9,7 +9,6 @@ from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -17,7 +16,6 @@ PACKABLE = ("bert", "roberta", "xlm-roberta", "camembert")  # accept positions a
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Return whether this model can run without padding."""
     family = model.config.model_type in PACKABLE and model.config.hidden_size % 8 == 0
     return family and next(model.parameters()).is_cuda
 
@@ -76,7 +74,7 @@ class PackedModel:
         return out.last_hidden_state[0]
 
     def vectors(self, tokens: list[np.ndarray], encoder: Any) -> Tensor:
-        """Encode a row of B texts → (B, D) float32 on the device, without waiting for it."""
+        """Encode a row of B texts → (B, D), not normalised, without waiting for the device."""
         device = next(self.model.parameters()).device
         lengths = np.array([len(t) for t in tokens])
         ends, flat = np.cumsum(lengths), np.concatenate(tokens).astype(np.int64)
@@ -93,8 +91,5 @@ class PackedModel:
         hidden = self.states(flat, positions, starts)
         if encoder.pooling == "mean":
             hidden = hidden[: int(ends[-1])].float()
-            out = torch.segment_reduce(hidden, "mean", axis=0, unsafe=True, lengths=lengths)
-        else:
-            first = hidden[first]
-            out = (self.model.head(first) if encoder.pooling == "ance" else first).float()
-        return F.normalize(out, dim=-1) if encoder.normalise else out
+            return torch.segment_reduce(hidden, "mean", axis=0, unsafe=True, lengths=lengths)
+        return self.model.head(hidden[first]) if encoder.pooling == "ance" else hidden[first]

@@ -1,6 +1,6 @@
-"""What retrievers share: settings, base class, ids, corpus reading, texts, index folders.
+"""What retrievers share. Needs no torch, so that worker processes start fast.
 
-Needs no torch, so that worker processes start fast. Shapes: M passages.
+Shapes: M passages.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from runs import atomic_write, path_with_digest
 
 FAILED = float("nan")  # a rank that failed; callers exclude and count it
 Hits = list[tuple[str, float]]  # one ranked list: (id, score), best first
+Ranks = list[int | float | None]  # a rank per query
 Source = str | os.PathLike | Sequence[Passage]  # a corpus file, or passages in memory
 PART = 2048  # passages between recorded offsets of a corpus file
 
@@ -126,12 +127,12 @@ def same_corpus(cfg: RetrieverConfig, corpus: str) -> None:
     if not (corpus and cfg.index):
         return
     with open_input(corpus):  # fails if missing
-        size, now = os.path.getsize(corpus), ""
+        size, digest = os.path.getsize(corpus), ""
     for kind in ("dense", "bm25") if cfg.kind == "hybrid" else (cfg.kind,):
         meta = read_meta(folder := Path(cfg.index, kind)) or {}
         if "corpus" in meta and (cfg.verify or meta.get("corpus_bytes", size) != size):
-            now = now or Corpus(corpus).digest
-            if now != meta["corpus"]:
+            digest = digest or Corpus(corpus).digest
+            if digest != meta["corpus"]:
                 raise RetrieverError(
                     f"the index at {folder} was not built from {corpus} as it is; build it again "
                     "from this corpus, in a new folder, or give the file it was built from"
@@ -167,7 +168,7 @@ class PassageIds:
     def open(cls, folder: Path) -> PassageIds:
         """Memory-map the ids of an index folder. OSError, ValueError: missing or damaged."""
         self, path = cls.__new__(cls), folder / "ids.txt"
-        arrays = (mapped(folder / f"ids.{name}.npy", "c") for name in ("start", "sorted", "order"))
+        arrays = (mapped(folder / f"ids.{name}.npy") for name in ("start", "sorted", "order"))
         self._start, self._sorted, self.order = arrays
         together = len(self._start) - 1 == len(self._sorted) == len(self.order)
         if not together or self._start[-1] != path.stat().st_size or not len(self):
@@ -177,8 +178,8 @@ class PassageIds:
         return self
 
     def save(self, folder: Path) -> None:
-        for name in ("start", "sorted", "order"):
-            values = self.order if name == "order" else getattr(self, f"_{name}")
+        arrays = {"start": self._start, "sorted": self._sorted, "order": self.order}
+        for name, values in arrays.items():
             with atomic_write(str(folder / f"ids.{name}.npy"), "wb") as f:
                 np.save(f, values)
         with atomic_write(str(folder / "ids.txt"), "wb") as f:
@@ -196,21 +197,20 @@ class PassageIds:
     def __rand__(self, ids: set[str]) -> set[str]:
         return {id_ for id_ in ids if id_ in self}
 
+    def __contains__(self, id_: object) -> bool:
+        return self._find(id_) is not None
+
     def _find(self, id_: object) -> int | None:
         if not isinstance(id_, str):
             return None
         wanted = id_.encode("utf-8", "surrogatepass")
         at = bisect_left(self._sorted, wanted, key=self._bytes)
-        row = int(self._sorted[at]) if at < len(self) else None
-        return row if row is not None and self._bytes(row) == wanted else None
-
-    def __contains__(self, id_: object) -> bool:
-        return self._find(id_) is not None
+        found = self._sorted[at : at + 1].tolist()
+        return found[0] if found and self._bytes(found[0]) == wanted else None
 
     def position(self, id_: str) -> int:
         """Return the passage number of an id. RetrieverError: unknown id."""
-        row = self._find(id_)
-        if row is None:
+        if (row := self._find(id_)) is None:
             raise RetrieverError(
                 f"gold passage {id_!r} is not among the {len(self):,} passages of the index; index "
                 "the corpus that it comes from, or correct the id"
@@ -222,7 +222,7 @@ class PassageIds:
 
 
 def check_queries(queries: Iterable[str]) -> list[str]:
-    """List the queries, replacing lone surrogates, which tokenizers and JSON reject."""
+    """Return the queries without lone surrogates, which tokenizers and JSON reject."""
     if isinstance(queries, str):
         raise RetrieverError(f"queries is the text {queries[:60]!r}; give a list of queries")
     queries = list(queries)
@@ -237,63 +237,60 @@ def check_k(k: int, name: str = "k") -> None:
         raise RetrieverError(f"{name} is {k!r}; it must be a whole number of at least 1")
 
 
-def gold_lists(queries: Sequence[str], gold_ids: Iterable[str | Iterable[str]]) -> list[list[str]]:
-    """Return a list of gold ids per query; a bare string is one id."""
+def check_golds(
+    queries: Iterable[str], gold_ids: Iterable[str | Iterable[str]], cutoff: int
+) -> tuple[list[str], list[list[str]]]:
+    """Return the queries, and a list of gold ids for each; a bare string is one id."""
+    check_k(cutoff, "cutoff")
+    queries = check_queries(queries)
     golds = [[g] if isinstance(g, str) else list(g) for g in gold_ids]
     if len(queries) != len(golds):
+        raise RetrieverError(f"{len(queries)} queries but {len(golds)} gold lists: give as many")
+    if [] in golds:
+        i = golds.index([])
         raise RetrieverError(
-            f"{len(queries)} queries but {len(golds)} lists of gold ids: give as many"
+            f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
         )
-    return golds
+    return queries, golds
 
 
 class Retriever:
-    """Thread-safe base class; subclasses define `passage_ids`, `hits` and `ranks`.
-
-    Both return a result per query (`hits`: None on a NaN score) and which queries were cut.
-    Golds in `ranks` are passage numbers.
-    """
+    """Thread-safe base class. Subclasses define `passage_ids` and, for prepared queries, `hits`
+    (None on a NaN score) and `ranks` (of gold passage numbers)."""
 
     passage_ids: PassageIds
-    hits: Callable[[list[str], int], tuple[list[Hits | None], list[bool]]]
-    ranks: Callable[[list[str], list[list[int]], int], tuple[list, list[bool]]]
+    prepare: Callable[[list[str]], tuple[Any, list[bool]]]  # cuts queries, and tells which
+    hits: Callable[[Any, int], list[Hits | None]]
+    ranks: Callable[[Any, list[list[int]], int], Ranks]
 
     def __init__(self):
         self.cut_queries, self._counting = 0, threading.Lock()
 
-    def _count_cut(self, cut: list[bool]) -> None:
+    def _prepared(self, queries: list[str]) -> Any:
+        prepared, cut = self.prepare(queries)
         with self._counting:
             self.cut_queries += sum(cut)
+        return prepared
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """Return the best k passages of every query, ties by ascending id."""
         check_k(k)
-        hits, cut = self.hits(queries := check_queries(queries), k)
-        self._count_cut(cut)
+        queries = check_queries(queries)
+        hits = self.hits(self._prepared(queries), k)
         if None in hits:
             i = hits.index(None)
             raise RetrieverError(
-                f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights "
-                "and at the index"
+                f"query {i} ({queries[i][:60]!r}) has a NaN score; look at the encoder's weights"
             )
         return hits
 
     def gold_ranks(
         self, queries: Sequence[str], gold_ids: Sequence[Sequence[str]], cutoff: int = 100
-    ) -> list[int | float | None]:
+    ) -> Ranks:
         """Return every query's best gold rank: None beyond `cutoff`, FAILED on a NaN score."""
-        check_k(cutoff, "cutoff")
-        queries = check_queries(queries)
-        golds = gold_lists(queries, gold_ids)
-        if [] in golds:
-            i = golds.index([])
-            raise RetrieverError(
-                f"query {i} ({queries[i][:60]!r}) has no gold passage, so no rank; leave it out"
-            )
+        queries, golds = check_golds(queries, gold_ids, cutoff)
         rows = [[self.passage_ids.position(g) for g in gold] for gold in golds]
-        ranks, cut = self.ranks(queries, rows, cutoff)
-        self._count_cut(cut)
-        return ranks
+        return self.ranks(self._prepared(queries), rows, cutoff)
 
 
 # ------------------------------------------------------------------------------------- corpora
@@ -357,11 +354,16 @@ class Corpus:
         lines = [number for number, _, passage in rows if passage.id == id_]
         return [f" (first in line {lines[0]})", f"{self.path}:{lines[1]}: "] if lines else []
 
-    def part(self, start: int, stop: int) -> Iterable[Passage]:
-        """Return passages start:stop; a file's are cheap to pickle."""
+    def split(self, size: int) -> list[range]:
+        """Return the numbers of all passages, `size` at a time."""
+        return [range(self.count)[first : first + size] for first in range(0, self.count, size)]
+
+    def part(self, numbers: range) -> Iterable[Passage]:
+        """Return those passages; a file's are cheap to pickle."""
         if not self.path:
-            return self.passages[start:stop]
-        return FilePart(self.path, self._starts[start // PART], start % PART, stop - start)
+            return self.passages[numbers.start : numbers.stop]
+        before, skip = divmod(numbers.start, PART)
+        return FilePart(self.path, self._starts[before], skip, len(numbers))
 
 
 class Texts:
@@ -369,11 +371,9 @@ class Texts:
 
     def __init__(self, path: str, ids: PassageIds):
         self.path, self.ids, self.numbers, self.offsets = path, ids, array("I"), array("q")
-        tsv = path.removesuffix(".gz").endswith(".tsv")
-        for number, byte, line in located_lines(path):
-            columns = line.lower().split("\t") if number == 1 and tsv else []
-            header = [column.strip() for column in columns] == ["id", "text", "title"]
-            if line.strip() and not header:
+        first = next(located_passages(path), (1, 0))  # behind a header
+        for number, byte, line in located_lines(path, first[:2]):
+            if line.strip():
                 self.numbers.append(number)
                 self.offsets.append(byte)
         if len(self.offsets) != len(ids):
@@ -387,10 +387,11 @@ class Texts:
     def document(self, id_: str) -> dict[str, str]:
         """Return {"id", "contents"}. DataError: the file differs from the index."""
         i = self.ids.position(id_)
-        passage = next(iter(FilePart(self.path, (self.numbers[i], self.offsets[i]), 0, 1)), None)
-        if (found := passage and passage.id) != id_:
+        rows = located_passages(self.path, (self.numbers[i], self.offsets[i]))
+        passage = next((passage for _, _, passage in rows), Passage("", "", ""))
+        if passage.id != id_:
             raise DataError(
-                f"{self.path}: {found!r} stands where the index has {id_!r}; give its corpus"
+                f"{self.path}: {passage.id!r} stands where the index has {id_!r}; give its corpus"
             )
         title = f'"{passage.title}"\n' if passage.title else ""
         return {"id": id_, "contents": title + passage.text}
@@ -399,17 +400,15 @@ class Texts:
 # ------------------------------------------------------------------------------- in processes
 
 
-def in_processes(
-    call: Callable, tasks: Iterable[tuple], workers: int, ahead: int = 4
-) -> Iterator[Any]:
-    """Yield `call(*task)` in order from processes, up to `ahead` tasks ahead each."""
+def in_processes(call: Callable, tasks: Iterable[tuple], workers: int) -> Iterator[Any]:
+    """Yield `call(*task)` in order from processes, up to four tasks ahead each."""
     context = multiprocessing.get_context("forkserver")  # inherits no CUDA state
     with ProcessPoolExecutor(workers, context) as pool:
-        waiting: deque = deque()
+        waiting = deque()
         try:
             for task in tasks:
                 waiting.append(pool.submit(call, *task))
-                if len(waiting) > ahead * workers:
+                if len(waiting) > 4 * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -432,20 +431,19 @@ def _uncut(tokenizer_json: str) -> Any:
     return tokenizer
 
 
-def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return concatenated, uncut token ids and their lengths (M,)."""
+def tokenise(part: FilePart, prefix: str, tokenizer_json: str) -> list[np.ndarray]:
+    """Return the uncut token ids of every passage."""
     texts = [prefix + passage.contents for passage in part]
-    tokens = [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
-    return np.concatenate(tokens), np.array([len(ids) for ids in tokens])
+    return [np.array(e.ids, np.int32) for e in _uncut(tokenizer_json).encode_batch_fast(texts)]
 
 
 # ------------------------------------------------------------------------------- index folders
 
 
-def mapped(path: Path, mode: str = "r") -> np.ndarray:
-    """Memory-map an .npy file. ValueError: damaged."""
+def mapped(path: Path) -> np.ndarray:
+    """Memory-map an .npy file, writable in memory, as torch wants it. ValueError: damaged."""
     try:
-        return np.load(path, mmap_mode=mode).view(np.ndarray)  # slices of np.memmap are slow
+        return np.load(path, mmap_mode="c").view(np.ndarray)  # slices of np.memmap are slow
     except (EOFError, ValueError) as e:
         raise ValueError(f"{path}: {e}") from e
 
@@ -473,7 +471,12 @@ def checksums(folder: Path, kind: str = "*.npy") -> dict[str, str]:
     return {path.name: checksum(path) for path in sorted(paths)}
 
 
-def check_same(folder: Path | str, have: dict, want: dict, way_out: str) -> None:
+def check_same(
+    folder: Path | str,
+    have: dict,
+    want: dict,
+    way_out: str = "Choose another folder, or delete this one.",
+) -> None:
     """RetrieverError if the index has another value for a setting."""
     for key, value in want.items():
         if have.get(key) != value:
@@ -510,6 +513,6 @@ def opening(folder: Path, verify: bool = False, **wanted: Any) -> Iterator[dict]
         yield meta
     except RetrieverError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as e:
         reason = str(e).strip().splitlines()[-1]
         raise RetrieverError(f"the index at {folder} is damaged ({reason}); {again}") from e

@@ -270,8 +270,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         3,
         2,
     ]  # "2" ties with "3"
-    uncut = lambda queries: [False] * len(queries)  # noqa: E731
-    dense.hits = lambda queries, k: ([[("0", 2.0), ("1", 1.0)]] * len(queries), uncut(queries))
+    dense.prepare = lambda queries: (queries, [False] * len(queries))
+    dense.hits = lambda queries, k: [[("0", 2.0), ("1", 1.0)]] * len(queries)
     assert [i for i, _ in hybrid.search(["blue fox"], 10)[0]] == [
         "0",
         "1",
@@ -281,7 +281,7 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         2,
         None,
     ]  # the tie counts against
-    dense.hits = lambda queries, k: ([None] * len(queries), uncut(queries))
+    dense.hits = lambda queries, k: [None] * len(queries)
     assert hybrid.gold_ranks(["fox"], [["0"]])[0] is FAILED
     with pytest.raises(RetrieverError, match="query 0 .'fox'. has a NaN score"):
         hybrid.search(["fox"], 1)
@@ -289,6 +289,7 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ({"depth": 0}, "depth is 0"),
         ({"weights": [1.0]}, "weights"),
         ({"weights": [1.0, -1.0]}, "weights"),
+        ({"weights": [math.nan, 1.0]}, "weights"),
         ({"k": -1}, "rrf_k is -1"),
         ({"k": math.nan}, "rrf_k is nan"),
     ):

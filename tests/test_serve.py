@@ -235,7 +235,7 @@ def test_remote_retriever_is_the_served_one(server, bm25):
             "/gold_ranks answered with status 422: .*gold.*p99",
         ),
         (lambda: remote.gold_ranks(["a", "b"], [["p01"]]), "2 queries but 1"),
-        (lambda: remote.gold_ranks(["a"], [[]]), "422"),
+        (lambda: remote.gold_ranks(["a"], [[]]), "has no gold passage"),
         (lambda: remote.search(["a"], 0), "k is 0"),
         (lambda: remote.search("red", 3), "queries is the text 'red'"),
         (lambda: remote.gold_ranks("a", [["p01"]]), "queries is the text 'a'"),
