@@ -16,7 +16,7 @@ import statistics
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import yaml
 
@@ -35,7 +35,7 @@ SHARES = re.compile(
     r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
     r"|heldout_acc|think_d"
 )
-INSIDE = {"seconds_search"}  # part of seconds_sample
+SHOWN = ("context", "question", "answer", "rewrite", "golden_answers")  # of a prompt
 
 
 @dataclass
@@ -82,7 +82,7 @@ def read_log(folder: str) -> Log:
 
 
 def band(row: dict) -> int | None:
-    """Return the rollout's index in RANKS or ANSWERS, or None if its row has no score."""
+    """The rollout's index in RANKS or ANSWERS, or None if its row has no score."""
     if row.get("reward") is None:
         return 6
     if not row.get("well_formed", True):
@@ -99,8 +99,8 @@ def step_files(folder: str) -> dict[int, str]:
     """Map steps to rollout files."""
     inside = os.path.join(folder, "rollouts")
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
-    found = {name: re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names}
-    return {int(m[1]): os.path.join(inside, name) for name, m in found.items() if m}
+    found = filter(None, (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names))
+    return {int(match[1]): os.path.join(inside, match[0]) for match in found}
 
 
 def groups(path: str) -> list[dict]:
@@ -135,25 +135,25 @@ def packed(log: Log) -> Iterator[tuple[int, str]]:
 
 def read_prompts(config: dict) -> dict[str, dict]:
     """Map prompt ids to conversation, question and golds; {} if `train` can't be read."""
-    train, retriever = str(config.get("train") or ""), config.get("retriever") or {}
+    read = read_turns if config.get("task", "rewrite") == "rewrite" else read_questions
     try:
-        items = read_turns(train) if config.get("task", "rewrite") == "rewrite" else None
-        items = read_questions(train) if items is None else items
+        items = read(str(config.get("train") or ""))
     except (OSError, DataError):
         return {}
-    golds = {gold for item in items for gold in getattr(item, "gold_ids", ())}
-    texts = gold_texts(retriever, golds) if golds else {}
+    golds = {item_id(item): getattr(item, "gold_ids", []) for item in items}
+    texts = gold_texts(config.get("retriever") or {}, {g for own in golds.values() for g in own})
     prompts = {}
     for item in items:
-        prompt = {key: value for key, value in asdict(item).items() if value}
-        known = [{"id": gold, **texts.get(gold, {})} for gold in prompt.get("gold_ids", ())]
-        keys = ("context", "question", "answer", "rewrite", "golden_answers")
-        prompts[item_id(item)] = {k: prompt[k] for k in keys if k in prompt} | {"golds": known}
+        prompt = {key: value for key, value in vars(item).items() if key in SHOWN and value}
+        known = [{"id": gold, **texts.get(gold, {})} for gold in golds[item_id(item)]]
+        prompts[item_id(item)] = prompt | {"golds": known}
     return prompts
 
 
 def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
     """Map passage ids to title and text; {} if the corpus is unreadable or too large."""
+    if not golds:
+        return {}
     try:
         corpus, index = retriever.get("corpus"), retriever.get("index")
         if not corpus and index:
@@ -343,14 +343,17 @@ def followed_section(log: Log, words: str, name: str) -> str:
 
 def timing(log: Log) -> str:
     """A chart and a table of the seconds of each phase."""
-    names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
+    # seconds_search is a part of seconds_sample
+    names = [k for k in log.series if k.startswith("seconds") and k != "seconds_search"]
     if not names:
         return ""
     log.shown.update(names)
     values = {name: dict(log.series[name]) for name in names}
-    steps = sorted({int(x) for name in names for x in values[name]})
-    label = {name: name.removeprefix("seconds_") for name in names}
-    layers = {label[name]: [values[name].get(step, 0.0) for step in steps] for name in names}
+    steps = sorted({int(x) for seconds in values.values() for x in seconds})
+    layers = {
+        name.removeprefix("seconds_"): [seconds.get(step, 0.0) for step in steps]
+        for name, seconds in values.items()
+    }
     whole = sum(map(sum, layers.values())) or 1.0
     rows = "".join(
         f"<tr><th scope=row>{name}<td>{number(sum(layer) / whole, True)}<td>"
