@@ -16,19 +16,18 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
 from config import ConfigError, Only, above, at_least, build, check_fields, save_config, to_dict
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
-from runs import atomic_write, claim_folder
+from runs import atomic_write, claim_folder, write_json
 from scoring import answers, breakdown
 from scoring.judge import Judge
 from scoring.ranking import (  # noqa: F401  also names of this module
     DEPTH,
-    METRICS,
     PRINTED,
     Qrels,
     Run,
@@ -40,7 +39,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     means,
     paired_test,
     paper_protocol,
-    rank_results,
+    read_golds,
     read_qrels,
     read_run,
     score_run,
@@ -118,7 +117,7 @@ FEW = 50  # units, below which percentile intervals are a little narrow
 
 
 def check(cfg: EvaluateConfig) -> None:
-    """ConfigError for settings that cannot be scored, before anything is read."""
+    """ConfigError for settings that cannot be scored; reads nothing."""
     check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
@@ -206,13 +205,13 @@ def score(cfg: EvaluateConfig) -> dict:
 def _score_run(
     cfg: EvaluateConfig, name: str, run: Run, qrels: Qrels, status: dict[str, str] | None = None
 ) -> System:
-    """The system of a run. status: query id → status in a rewrites file; {} for other queries that
-    were searched here, None for a run that was read from a file."""
+    """status: query id → status in a rewrites file; {} for other queries that were searched here,
+    None for a run that was read from a file."""
     if cfg.documents:
         run = best_passages(run)
     if cfg.documents or status is None:
         passages = (passage for results in run.values() for passage, _ in results)
-        judged = (passage for gains in qrels.values() for passage in gains)
+        judged = itertools.chain.from_iterable(qrels.values())
         _common("passage", name, passages, cfg.qrels or cfg.turns, judged)
     row: dict[str, Any] = {
         "queries": len(qrels),
@@ -224,17 +223,15 @@ def _score_run(
     if words:
         row["status"] = dict(Counter(words.values()))
     if cfg.questions:
-        scores.append(all_gold_scores(run, qrels))
-    else:
-        unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
-        row["paper"] = paper_protocol(scores[0], run, unparsed)
-    return row, scores
+        return row, [*scores, all_gold_scores(run, qrels)]
+    unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
+    return row | {"paper": paper_protocol(scores[0], run, unparsed)}, scores
 
 
 def _search_all(
     cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, systems: dict[str, System]
 ) -> None:
-    """Search what `query` and `rewrites` name for the judged turns; add it to `systems`."""
+    """Search `query` and `rewrites` for the judged turns; add them to `systems`."""
     if cfg.questions:
         turns = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)]
     source = cfg.turns or cfg.questions
@@ -303,17 +300,12 @@ def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
 
 def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers, print the tables, write `out` and FlashRAG's files; returns rows."""
-    judge = None
-    if cfg.judge:
-        verdicts = os.path.join(cfg.out, "judge.jsonl")
-        how = cfg.judge_timeout, cfg.judge_requests
-        judge = Judge(cfg.judge, cfg.judge_model, verdicts, *how)
     questions = read_questions(cfg.questions)
     known = [question.id for question in questions]
-    qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
-    golds = {query: [p for p, gain in gains.items() if gain > 0] for query, gains in qrels.items()}
-    if cfg.qrels:
-        _common("query", cfg.questions, known, cfg.qrels, [q for q in golds if golds[q]])
+    golds = read_golds([cfg.qrels] if cfg.qrels else [])
+    if golds:
+        _common("query", cfg.questions, known, cfg.qrels, golds)
+    relevant = set(itertools.chain.from_iterable(golds.values()))
     systems: dict[str, System] = {}
     files = {}
     for path in filter(None, [cfg.baseline, *cfg.answers]):
@@ -321,16 +313,19 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
         row = answers.count_predictions(found, questions) | {"judged": len(scores["golds"])}
-        if judge:
+        if cfg.judge:
+            verdicts = os.path.join(cfg.out, "judge.jsonl")
+            how = cfg.judge_timeout, cfg.judge_requests
+            judge = Judge(cfg.judge, cfg.judge_model, verdicts, *how)
             scores["judge"], row["unjudged"] = judge.score(found, questions)
         title = _title(path, systems)
         files[title], systems[title] = found, (row, list(scores.values()))
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
-        if shown and golds and shown.isdisjoint(p for passages in golds.values() for p in passages):
+        if shown and relevant and shown.isdisjoint(relevant):
             print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
-    types: dict[str, list[str]] = {}  # "bridge", "2hop", … → ids
+    types = defaultdict(list)  # "bridge", "2hop", … → ids
     for question in questions:
-        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
+        types[str(question.metadata.get("type", "unknown"))].append(question.id)
     groups = {"type": dict(sorted(types.items()))} if len(types) > 1 else {}
     result = compare(cfg, systems, {}, groups, "f1")
     for title, found in files.items() if cfg.out else ():
@@ -355,23 +350,22 @@ def compare(
     before (`paired_before`), and `groups` (kind → label → means, queries, ci).
     """
     rows: dict[str, dict] = {}
-    titles = list(systems)
+    titles, found = list(systems), [scores for _, scores in systems.values()]
     for n, (title, (row, scores)) in enumerate(systems.items()):
         rows[title] = row = row | _row(scores, clusters, cfg.samples)
         if n > 0:
-            row["paired"] = _paired(scores, systems[titles[0]][1], clusters, cfg.samples)
+            row["paired"] = _paired(scores, found[0], clusters, cfg.samples)
         if n > 1:
-            before = systems[titles[n - 1]][1]
-            row["paired_before"] = _paired(scores, before, clusters, cfg.samples)
+            row["paired_before"] = _paired(scores, found[n - 1], clusters, cfg.samples)
         for kind, labels in groups.items():
-            part = row.setdefault("groups", {}).setdefault(kind, {})
+            part = row.setdefault("groups", {})[kind] = {}
             for label, queries in labels.items():
                 own = {query: scores[0][query] for query in queries}
                 part[label] = _row([own], clusters, min(cfg.samples, 2000))
                 part[label]["queries"] = len(own)
     title, row = titles[-1], rows[titles[-1]]
     unit = "conversation" if clusters else "query"
-    units = len({clusters.get(query, query) for query in systems[title][1][0]})
+    units = len({clusters.get(query, query) for query in found[-1][0]})
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
         note += " Percentile intervals of so few are slightly too narrow."
@@ -397,10 +391,10 @@ def _paired(
 ) -> dict:
     """Metric → paired test over the metrics and queries that both systems have."""
     out: dict[str, dict] = {}
-    for scores, baseline in zip(ours, theirs):
-        if both := [query for query in scores if query in baseline]:
-            names = [name for name in scores[both[0]] if name in baseline[both[0]]]
-            pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
+    for pair in zip(ours, theirs):
+        if both := [query for query in pair[0] if query in pair[1]]:
+            names = [name for name in pair[0][both[0]] if name in pair[1][both[0]]]
+            pair = [{q: {n: scores[q][n] for n in names} for q in both} for scores in pair]
             out |= paired_test(*pair, clusters, samples)
     return out
 
@@ -409,12 +403,11 @@ def _write(cfg: EvaluateConfig, table: str, result: dict, rows: dict[str, dict])
     """Print the table; write it, the result and their page to `out`."""
     print(table)
     if cfg.out:
-        metrics = json.dumps(result, ensure_ascii=False, indent=1)
         page = tables_page(os.path.basename(os.path.abspath(cfg.out)), table, rows)
-        files = {"table.md": table, "metrics.json": metrics, "report.html": page}
-        for name, text in files.items():
+        for name, text in (("table.md", table), ("report.html", page)):
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
+        write_json(os.path.join(cfg.out, "metrics.json"), result)
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
 
 

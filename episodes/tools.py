@@ -1,7 +1,7 @@
 """The tools of an episode: calls parsed from text, the retriever as a tool, and MCP servers.
 
-A call ends with documents, with a note for the model if the call is wrong, or with a technical
-failure, which must not become a reward.
+A call ends with documents, a note for the model (a wrong call), or a technical failure, which must
+not become a reward.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from config import ConfigError
 from data import DataError, _scrub
 
 TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # the same from Python 3.11 on
+AT_ONCE = 64  # calls that an MCP server has to answer at a time
 NOTHING_FOUND = "No passage was found."
 
 
@@ -128,8 +129,8 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
 
 
 def _problem(arguments: dict, name: str, parameters: dict) -> str:
-    """How arguments break a tool's JSON Schema, in words for the model, or "". Those it does not
-    name are errors, unless the schema allows them explicitly."""
+    """How arguments break a tool's JSON Schema, for the model, or "". Those it does not name are
+    errors, unless it allows them explicitly."""
     dialect = validator_for(parameters, Draft202012Validator)
     known = parameters.get("properties") or {}
     if known:
@@ -171,13 +172,9 @@ SEARCH_TOOL = _schema(
 
 
 def numbered(contents: Iterable[str]) -> list[str]:
-    """Passages as an agent reads them: numbered, the title without quotes."""
-    shown = []
-    for place, passage in enumerate(contents, 1):
-        title, newline, text = passage.partition("\n")
-        title = title.removeprefix('"').removesuffix('"') if newline else title
-        shown.append(f"[{place}] {title}{newline}{text}")
-    return shown
+    """Passages as an agent reads them: numbered, the title (a first line) without quotes."""
+    plain = (re.sub(r'\A"?(.*?)"?\n', r"\1\n", passage) for passage in contents)
+    return [f"[{place}] {passage}" for place, passage in enumerate(plain, 1)]
 
 
 def begin(work: Callable[[], Any]) -> Future:
@@ -204,7 +201,7 @@ class RetrieverTools:
     schemas = [SEARCH_TOOL]
 
     def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
-        """document: passage id → {"contents"}; numbered: documents get numbers."""
+        """document: passage id → {"contents"}."""
         self.retriever, self.document = retriever, document
         self.top_k, self.timeout, self.numbered = top_k, timeout, numbered
         self.seconds = 0.0  # in `run`, since it was last reset
@@ -238,13 +235,12 @@ class RetrieverTools:
         try:
             ids = [id_ for id_, _ in hits]
             texts = [self.document(id_)["contents"] for id_ in ids]
+            call.documents = list(zip(ids, numbered(texts) if self.numbered else texts))
+            call.done = True
         except DataError:  # the corpus is not the one indexed
             raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
             call.failure = f"the retriever gave {hits!r:.80}, no hits of this corpus ({e})"
-        else:
-            call.documents = list(zip(ids, numbered(texts) if self.numbered else texts))
-            call.done = True
 
     def close(self) -> None:
         pass
@@ -258,14 +254,14 @@ class MCPTools:
     Calls lost with it are sent again, at most twice.
     """
 
-    def __init__(self, target: str, timeout: float, at_once: int = 64):
+    def __init__(self, target: str, timeout: float):
         try:
             import mcp  # noqa: F401
             from anyio.from_thread import start_blocking_portal
         except ImportError as e:
             problem = f"episode.mcp={target} needs the MCP SDK ({e})"
             raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
-        self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
+        self.target, self.timeout, self.seconds = target, timeout, 0.0
         self.client: Any = None  # None if not connected
         self.sound = False
         self.connection, self.thread = ExitStack(), ExitStack()
@@ -285,7 +281,7 @@ class MCPTools:
         from mcp.client.sse import sse_client
         from mcp.client.stdio import StdioServerParameters
 
-        target: Any = self.target
+        target = self.target
         if not re.match(r"https?://", target):
             command, *words = shlex.split(target)
             target = StdioServerParameters(command=command, args=words, env=dict(os.environ))
@@ -299,8 +295,8 @@ class MCPTools:
             page = self.portal.call(partial(client.list_tools, cursor=page and page.next_cursor))
             tools += page.tools
         for tool in tools:
+            dialect = validator_for(tool.input_schema, Draft202012Validator)
             try:
-                dialect = validator_for(tool.input_schema, Draft202012Validator)
                 dialect.check_schema(tool.input_schema, format_checker=None)
             except SchemaError as e:
                 problem = f"the parameters of tool {tool.name!r} are no JSON Schema: {e.message}"
@@ -346,7 +342,7 @@ class MCPTools:
                 for call in left:
                     call.failure = f"{call.name}: {_reason(e, self.timeout)}"
                 break
-            parts = [left[i : i + self.at_once] for i in range(0, len(left), self.at_once)]
+            parts = [left[i : i + AT_ONCE] for i in range(0, len(left), AT_ONCE)]
             left = [call for part in parts for call in self._send(part)]
         self.seconds += time.perf_counter() - began
         if failed := [call.failure for call in calls if call.failure]:
@@ -381,7 +377,7 @@ class MCPTools:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The parts of an MCP result as texts; other types are named in brackets."""
+    """The parts of an MCP result; other types than text are named in brackets."""
     texts = []
     for part in answer.content:
         inner = getattr(part, "resource", part)  # an embedded resource
@@ -395,7 +391,7 @@ def _texts(answer: Any) -> list[str]:
     if structured is not None and all(part.type != "text" for part in answer.content):
         texts.insert(0, json.dumps(structured, ensure_ascii=False))
     if answer.is_error and not texts:
-        texts = ["error: the tool failed and gave no reason"]
+        return ["error: the tool failed and gave no reason"]
     return texts
 
 
@@ -408,5 +404,6 @@ def single(e: BaseException) -> BaseException:
 
 def _reason(e: BaseException, timeout: float) -> str:
     e = single(e)
-    late = isinstance(e, TIMEOUTS)
-    return f"no answer within {timeout:g} s" if late else f"{type(e).__name__}: {e}"
+    if isinstance(e, TIMEOUTS):
+        return f"no answer within {timeout:g} s"
+    return f"{type(e).__name__}: {e}"

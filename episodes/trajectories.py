@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import data
 import prompts
 from data import DataError
 
-Rule = Literal["em", "f1"]
-F1_SUCCESS = 0.8  # as in DeepSearch-RL
 RESULT = re.compile(  # a search result in an assistant's text
     r"((?<=</search>)\s*(?:<result>.*?</result>|<information>.*?</information>))", re.DOTALL
 )
@@ -168,18 +166,18 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 
 
 def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of (part, label): no token spans two parts."""
+    """`encode` of (part, label): no token spans two parts."""
     ids, labels = [], []
     for part, label in parts:
         if isinstance(part, str):
             part = tokenizer(part, add_special_tokens=False)["input_ids"]
         ids += part
         labels += [label] * len(part)
-    return ids, labels[1:]
+    return ids, labels[1:]  # a label is of the prediction before it
 
 
 def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a row of infer.py, as in its rollout."""
+    """`encode` of a row of infer.py, as in its rollout."""
     from episodes.tasks import AgentTask, EpisodeConfig, SearchTask  # they need torch
 
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
@@ -211,8 +209,8 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 def encode_messages(
     tokenizer, messages: list[dict], tools: list[dict], location: str
 ) -> tuple[list[int], list[int]]:
-    """(token ids (T+1), loss mask (T)) of a chat in the tokenizer's template. DataError if it does
-    not end assistant turns with EOS."""
+    """`encode` of a chat in the tokenizer's template; DataError if that does not end assistant
+    turns with EOS."""
     # the model's own text keeps added tokens that are not special, like <think>
     control, added = prompts.control_strings(tokenizer), prompts.special_strings(tokenizer)
     chat = [m | {"content": prompts.defuse(m["content"], added)} for m in messages]
@@ -248,10 +246,10 @@ def encode_messages(
 # ---- choose
 
 
-def succeeded(row: dict, rule: Rule) -> bool:
-    """Whether EM = 1 or F1 >= 0.8 by `rule`; False after a technical failure."""
+def succeeded(row: dict, rule: str) -> bool:
+    """Whether EM = 1 or F1 >= 0.8 (as in DeepSearch-RL); False after a technical failure."""
     score = (row.get("metric_score") or {}).get(rule) or 0
-    return score >= (1 if rule == "em" else F1_SUCCESS) and not row.get("error")
+    return score >= {"em": 1, "f1": 0.8}[rule] and not row.get("error")
 
 
 def tool_calls(row: dict) -> int:
@@ -275,24 +273,21 @@ CLASSES = {"rounds": rounds, "tool_calls": tool_calls, "type": question_type}
 
 def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
     """At most `cap` random rows of each class of CLASSES[by], in order."""
-    groups: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(CLASSES[by](row), []).append(i)
     draw = random.Random(seed)
-    kept = [draw.sample(group, min(cap, len(group))) for _, group in sorted(groups.items())]
-    return [rows[i] for i in sorted(sum(kept, []))]
+    return _of_each(rows, CLASSES[by], lambda group: draw.sample(group, min(cap, len(group))))
 
 
 def first_of_each(rows: list[dict], count: int) -> list[dict]:
     """The first `count` rows of each question."""
-    taken: Counter[str] = Counter()
-    out = []
-    for row in rows:
-        key = question_key(row)
-        taken[key] += 1
-        if taken[key] <= count:
-            out.append(row)
-    return out
+    return _of_each(rows, question_key, lambda group: group[:count])
+
+
+def _of_each(rows: list[dict], key: Callable, choose: Callable) -> list[dict]:
+    """What `choose` takes of the rows with equal keys, in order."""
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(i)
+    return [rows[i] for i in sorted(i for _, g in sorted(groups.items()) for i in choose(g))]
 
 
 def question_key(row: dict) -> str:

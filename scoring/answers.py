@@ -42,6 +42,15 @@ def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str,
         raise DataError(f"{path}: no row with sample {sample}; there must be at least one")
 
 
+def check_types(location: str, row: dict, kinds: dict[str, tuple[type, ...]]) -> None:
+    """DataError for a field that is neither null nor of its types."""
+    for key, kind in kinds.items():
+        value = row.get(key)
+        if value is not None and type(value) not in kind:
+            names = " or ".join(k.__name__ for k in kind)
+            raise DataError(f"{location}: {key} is {str(value)[:60]!r}; it must be {names} or null")
+
+
 @dataclass
 class Prediction:
     """A system's answer to a question; fields that its file lacks are None."""
@@ -54,7 +63,8 @@ class Prediction:
     error: str | None = None  # a technical failure
 
 
-KINDS = {"response": str, "well_formed": bool, "searches": int, "retrieved": list, "error": str}
+KINDS = dict.fromkeys(("response", "error"), (str,))
+KINDS |= {"well_formed": (bool,), "searches": (int,), "retrieved": (list,)}
 
 
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
@@ -67,12 +77,7 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
         output = row["output"] if isinstance(row.get("output"), dict) else {}
         found = {key: row.get(key) for key in KINDS}
         found["response"] = row.get("answer", output.get("final_response"))
-        for key, value in found.items():
-            if value is not None and type(value) is not KINDS[key]:
-                raise DataError(
-                    f"{location}: {key} is {str(value)[:60]!r}; it must be a "
-                    f"{KINDS[key].__name__} or null"
-                )
+        check_types(location, found, KINDS)
         if found["retrieved"] is not None:
             found["retrieved"] = as_texts(found["retrieved"])
             if found["retrieved"] is None:
@@ -136,8 +141,7 @@ def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -
     items, totals = [], dict.fromkeys(ANSWER_METRICS, 0.0)
     for _, row in read_jsonl(path):
         found = predictions.get(str(row["id"]), Prediction(""))
-        golds = row["golden_answers"]
-        golds = list(map(str, golds)) if isinstance(golds, list) else str(golds)
+        golds = as_texts(row["golden_answers"])
         score = answer_metrics("" if found.error else found.answer, golds, published=True)
         totals = {name: totals[name] + score[name] for name in totals}
         # FlashRAG's zero f1, precision and recall are integers

@@ -359,7 +359,7 @@ def test_numeric_question_ids_are_written_too(tmp_path):
         ({"id": "first", "pred": "x"}, "p.jsonl:2: id 'first' occurs a second time"),
         (
             {"id": "a", "pred": "x", "well_formed": 1},
-            "p.jsonl:2: well_formed is '1'; it must be a bool",
+            "p.jsonl:2: well_formed is '1'; it must be bool or null",
         ),
         ({"id": "a", "pred": "x", "searches": 1.5}, "p.jsonl:2: searches is '1.5'"),
         (

@@ -303,9 +303,9 @@ def test_rows_without_id_number_ids_and_null_figures(tmp_path):
     for change, message in [
         ({"id": None}, "question None is not in"),
         ({"id": 7}, "question 7 is not in"),
-        ({"metric_score": {"em": "1"}}, "metric_score.em must be a number"),
-        ({"rounds": "2"}, "rounds must be of type int"),
-        ({"metric_score": [1]}, "metric_score must be of type dict"),
+        ({"metric_score": {"em": "1"}}, "metric_score: em is '1'; it must be int or float or null"),
+        ({"rounds": "2"}, "rounds is '2'; it must be int or null"),
+        ({"metric_score": [1]}, "it must be dict or null"),
     ]:
         write_jsonl(str(path), [rows[0] | change])
         with pytest.raises(data.DataError, match=message):
