@@ -32,7 +32,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     Qrels,
     Run,
     Scores,
-    all_gold_scores,
+    add_all_gold,
     best_passages,
     bootstrap_interval,
     evaluate_run,
@@ -173,8 +173,7 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^\w.-]+", "_", title)
 
 
-# a line of the tables: counts, and scores in parts, each over its own queries
-System = tuple[dict[str, Any], list[Scores]]
+System = tuple[dict[str, Any], Scores]  # a line of the tables: counts and scores
 
 # ------------------------------------------------------------------------------- runs and rewrites
 
@@ -218,14 +217,16 @@ def _score_run(
         "missing": sum(not run.get(query) for query in qrels),
         "extra": len((status or run).keys() - qrels.keys()),
     }
-    scores = [score_run(run, qrels, cfg.relevant_from)]
+    scores = score_run(run, qrels, cfg.relevant_from)
     words = {query: word for query, word in (status or {}).items() if query in qrels}
     if words:
         row["status"] = dict(Counter(words.values()))
     if cfg.questions:
-        return row, [*scores, all_gold_scores(run, qrels)]
-    unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
-    return row | {"paper": paper_protocol(scores[0], run, unparsed)}, scores
+        add_all_gold(scores, run, qrels)
+    else:
+        unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
+        row["paper"] = paper_protocol(scores, run, unparsed)
+    return row, scores
 
 
 def _search_all(
@@ -312,14 +313,17 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         found = answers.read_predictions(path, cfg.sample)
         _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
-        row = answers.count_predictions(found, questions) | {"judged": len(scores["golds"])}
+        row = answers.count_predictions(found, questions)
+        row["judged"] = sum("gold_recall" in own for own in scores.values())
         if cfg.judge:
-            verdicts = os.path.join(cfg.out, "judge.jsonl")
+            kept = os.path.join(cfg.out, "judge.jsonl")
             how = cfg.judge_timeout, cfg.judge_requests
-            judge = Judge(cfg.judge, cfg.judge_model, verdicts, *how)
-            scores["judge"], row["unjudged"] = judge.score(found, questions)
+            verdicts = Judge(cfg.judge, cfg.judge_model, kept, *how).score(found, questions)
+            row["unjudged"] = len(questions) - len(verdicts)
+            for id_, verdict in verdicts.items():
+                scores[id_]["judge"] = verdict
         title = _title(path, systems)
-        files[title], systems[title] = found, (row, list(scores.values()))
+        files[title], systems[title] = found, (row, scores)
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
         if shown and relevant and shown.isdisjoint(relevant):
             print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
@@ -354,18 +358,17 @@ def compare(
     for n, (title, (row, scores)) in enumerate(systems.items()):
         rows[title] = row = row | _row(scores, clusters, cfg.samples)
         if n > 0:
-            row["paired"] = _paired(scores, found[0], clusters, cfg.samples)
+            row["paired"] = paired_test(scores, found[0], clusters, cfg.samples)
         if n > 1:
-            row["paired_before"] = _paired(scores, found[n - 1], clusters, cfg.samples)
+            row["paired_before"] = paired_test(scores, found[n - 1], clusters, cfg.samples)
         for kind, labels in groups.items():
             part = row.setdefault("groups", {})[kind] = {}
             for label, queries in labels.items():
-                own = {query: scores[0][query] for query in queries}
-                part[label] = _row([own], clusters, min(cfg.samples, 2000))
-                part[label]["queries"] = len(own)
+                own = {query: scores[query] for query in queries}
+                part[label] = _row(own, clusters, min(cfg.samples, 2000)) | {"queries": len(own)}
     title, row = titles[-1], rows[titles[-1]]
     unit = "conversation" if clusters else "query"
-    units = len({clusters.get(query, query) for query in found[-1][0]})
+    units = len({clusters.get(query, query) for query in found[-1]})
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
         note += " Percentile intervals of so few are slightly too narrow."
@@ -377,26 +380,9 @@ def compare(
     return result
 
 
-def _row(scores: list[Scores], clusters: dict[str, str], samples: int) -> dict:
+def _row(scores: Scores, clusters: dict[str, str], samples: int) -> dict:
     """Means of all metrics, and `ci`, their intervals."""
-    row: dict[str, Any] = {"ci": {}}
-    for part in filter(None, scores):
-        row |= means(part)
-        row["ci"] |= bootstrap_interval(part, clusters, samples)
-    return row
-
-
-def _paired(
-    ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], samples: int
-) -> dict:
-    """Metric → paired test over the metrics and queries that both systems have."""
-    out: dict[str, dict] = {}
-    for pair in zip(ours, theirs):
-        if both := [query for query in pair[0] if query in pair[1]]:
-            names = [name for name in pair[0][both[0]] if name in pair[1][both[0]]]
-            pair = [{q: {n: scores[q][n] for n in names} for q in both} for scores in pair]
-            out |= paired_test(*pair, clusters, samples)
-    return out
+    return means(scores) | {"ci": bootstrap_interval(scores, clusters, samples)}
 
 
 def _write(cfg: EvaluateConfig, table: str, result: dict, rows: dict[str, dict]) -> None:

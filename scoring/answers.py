@@ -95,28 +95,27 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
 
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
-) -> dict[str, Scores]:
-    """Return per-question scores in three groups with different denominators.
+) -> Scores:
+    """Return the scores of every question.
 
-    `answers`: all questions; `searches`: those whose searches are counted; `golds`: those with
+    `searches` has a question whose searches are counted; `gold_recall` and `all_gold` one with
     relevant passages in `golds` (id → passage ids), if any prediction has `retrieved`.
     """
     formed = any(p.well_formed is not None for p in predictions.values())
     retrieved = any(p.retrieved is not None for p in predictions.values())
-    groups: dict[str, Scores] = {"answers": {}, "searches": {}, "golds": {}}
+    scores: Scores = {}
     for question in questions:
         found = predictions.get(question.id, Prediction(""))
         row = answer_metrics("" if found.error else found.answer, question.golden_answers)
         if formed:
             row["well_formed"] = float(bool(found.well_formed))
-        groups["answers"][question.id] = row
         if found.searches is not None:
-            groups["searches"][question.id] = {"searches": float(found.searches)}
+            row["searches"] = float(found.searches)
         if retrieved and golds.get(question.id):
             pair = (found.retrieved or [], golds[question.id])
-            row = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
-            groups["golds"][question.id] = row
-    return groups
+            row |= {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
+        scores[question.id] = row
+    return scores
 
 
 def count_predictions(
