@@ -30,7 +30,12 @@ PAGE_BYTES = 16 << 20  # rollouts embedded at most
 CORPUS_BYTES = 256 << 20  # larger corpora are not read
 RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
 ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "failed")
-GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # which value is better
+# name, and which value is better
+GOALS = {
+    "dev_mrr": ("dev MRR", max),
+    "dev_f1": ("dev F1", max),
+    "heldout_loss": ("heldout loss", min),
+}
 SHARES = re.compile(
     r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
     r"|heldout_acc|think_d"
@@ -214,23 +219,20 @@ def tile(name: str, start: str, end: str, note: str) -> str:
 def worked(log: Log) -> str:
     """Tiles and curves that show whether training worked."""
     tiles, drawn = [], []
-    goal = next((key for key in GOALS if key in log.series), None)
-    if goal:
-        points, share = log.series[goal], is_share(goal)
+    if goal := next((key for key in GOALS if key in log.series), None):
         log.shown.add(goal)
-        value = GOALS[goal](y for _, y in points)
-        step = next(x for x, y in points if y == value)
-        name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
-        once, end = len(points) == 1, points[-1]
-        last = f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > step else ", the last"
-        note = f"best at step {step}{last}"
-        if step == points[0][0]:
+        points, share, (name, choose) = log.series[goal], is_share(goal), GOALS[goal]
+        best, once, end = choose(points, key=lambda point: point[1]), len(points) == 1, points[-1]
+        last = (
+            f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > best[0] else ", the last"
+        )
+        note = f"best at step {best[0]}{last}"
+        if best == points[0]:
             note = "a single validation" if once else f"no better than at first; {note}"
         start = "" if once else number(points[0][1], share)
-        tiles.append(tile(name, start, number(value, share), note))
+        tiles.append(tile(name, start, number(best[1], share), note))
         line = [Series(goal, points, dots=True)]
-        best = None if once else (step, value)
-        drawn.append(plots.curves(name, line, share, best=best))
+        drawn.append(plots.curves(name, line, share, best=None if once else best))
     if reward := log.series.get("reward"):
         log.shown.add("reward")
         (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
@@ -240,17 +242,14 @@ def worked(log: Log) -> str:
         once = len(reward) == 1
         tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
         drawn.append(plots.trend("Reward", reward, "mean of the rollouts"))
-    for key, name in (
-        ("format_rate", "format rate"),
-        ("hit@1", "at rank 1"),
-        ("em", "exact match"),
-    ):
+    names = {"format_rate": "format rate", "hit@1": "at rank 1", "em": "exact match"}
+    for key, name in names.items():
         if points := log.series.get(key):
             a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
             tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
     figures = "".join(picture.figure() for picture in drawn)
-    tiles = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
-    return tiles + pictures(log, "Did it work?", figures)
+    above = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
+    return above + pictures(log, "Did it work?", figures)
 
 
 def changed(log: Log) -> str:
@@ -276,10 +275,8 @@ def choose_followed(log: Log) -> dict[str, str]:
     often.sort(key=lambda name: log.rewards[name][0][1] - log.rewards[name][-1][1])
     if not often:
         return {}
-    typical, lost = often[len(often) // 2], often[-1]
-    return {typical: "a typical one", lost: "the one that lost most"} | {
-        often[0]: "the one that gained most"
-    }
+    chosen = {often[len(often) // 2]: "a typical one", often[-1]: "the one that lost most"}
+    return chosen | {often[0]: "the one that gained most"}
 
 
 def reward_of(row: dict) -> float:
@@ -299,15 +296,11 @@ def appearances(log: Log, name: str) -> dict[int, list[dict]]:
 def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
     """Plot every response as a dot, by step and by rank or F1."""
     names = [(0, "1"), (-1, "2–3"), (-2, "4–10"), (-3, "–100"), (-4, "none"), (-5, "form")]
-    if any("f1" in row for rows in found.values() for row in rows):
+    shown = [(step, row) for step, rows in found.items() for row in rows]
+    if any("f1" in row for _, row in shown):
         names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
-    dots = [
-        (step, -min(row["band"], 5), row["band"])
-        for step, rows in found.items()
-        for row in rows
-        if row["band"] is not None
-    ]
-    return plots.dots(title, dots, names)
+    bands = [(step, row["band"]) for step, row in shown if row["band"] is not None]
+    return plots.dots(title, [(step, -min(band, 5), band) for step, band in bands], names)
 
 
 def wording(row: dict) -> str:
