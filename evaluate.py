@@ -302,7 +302,7 @@ def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
 def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers, print the tables, write `out` and FlashRAG's files; returns rows."""
     questions = read_questions(cfg.questions)
-    known = [question.id for question in questions]
+    known = {question.id for question in questions}
     golds = read_golds([cfg.qrels] if cfg.qrels else [])
     if golds:
         _common("query", cfg.questions, known, cfg.qrels, golds)
@@ -313,8 +313,13 @@ def score_answers(cfg: EvaluateConfig) -> dict:
         found = answers.read_predictions(path, cfg.sample)
         _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
-        row = answers.count_predictions(found, questions)
-        row["judged"] = sum("gold_recall" in own for own in scores.values())
+        row = {
+            "questions": len(known),
+            "missing": len(known - found.keys()),
+            "errors": sum(bool(found[id_].error) for id_ in known & found.keys()),
+            "extra": len(found.keys() - known),
+            "judged": sum("gold_recall" in own for own in scores.values()),
+        }
         if cfg.judge:
             kept = os.path.join(cfg.out, "judge.jsonl")
             how = cfg.judge_timeout, cfg.judge_requests

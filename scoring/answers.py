@@ -118,19 +118,6 @@ def score_predictions(
     return scores
 
 
-def count_predictions(
-    predictions: dict[str, Prediction], questions: list[Question]
-) -> dict[str, int]:
-    """Count `questions`, `missing`, `errors`, and `extra` predictions."""
-    known = {question.id for question in questions}
-    return {
-        "questions": len(known),
-        "missing": len(known - predictions.keys()),
-        "errors": sum(bool(p.error) for key, p in predictions.items() if key in known),
-        "extra": len(predictions.keys() - known),
-    }
-
-
 def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -> None:
     """Write `metric_score.txt` and `intermediate_data.json` byte for byte as FlashRAG does.
 
