@@ -198,8 +198,8 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
                     continue
                 if id_ not in prompts or digest != prompt_digest(prompts[id_]):
                     raise DataError(
-                        f"{path}:{number}: {id_} is not in this input, or had another "
-                        "prompt; choose another output, or overwrite=true"
+                        f"{path}:{number}: turn {id_} is not among these turns, or had "
+                        "another prompt; choose another output, or overwrite=true"
                     )
                 if not failed or key not in rows:
                     rows[key] = row
