@@ -195,7 +195,28 @@ def begin(work: Callable[[], Any]) -> Future:
     return future
 
 
-class RetrieverTools:
+class _Tools:
+    seconds = 0.0  # in `run`, since it was last reset
+    timeout: float  # seconds for the calls of a round
+
+    def run(self, calls: list[Call]) -> None:
+        """Carry out calls: each gets documents or a failure."""
+        began = time.perf_counter()
+        self.carry_out(calls)
+        self.seconds += time.perf_counter() - began
+        if failed := [call.failure for call in calls if call.failure]:
+            count = f"{len(failed)} of {len(calls)} tool calls failed"
+            print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
+
+    def fail(self, calls: list[Call], e: BaseException) -> None:
+        for call in calls:
+            call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+
+    def close(self) -> None:
+        pass
+
+
+class RetrieverTools(_Tools):
     """A retriever in this process as the tool `retrieve`, with one search per round."""
 
     schemas = [SEARCH_TOOL]
@@ -204,15 +225,13 @@ class RetrieverTools:
         """document: passage id → {"contents"}."""
         self.retriever, self.document = retriever, document
         self.top_k, self.timeout, self.numbered = top_k, timeout, numbered
-        self.seconds = 0.0  # in `run`, since it was last reset
         self.search: Future | None = None  # the last one; never two at once
 
-    def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets documents or a failure. DataError: a wrong corpus."""
+    def carry_out(self, calls: list[Call]) -> None:
+        """DataError: the corpus is not the one indexed."""
         queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
         if not queries:
             return
-        began = time.perf_counter()
         try:
             if self.search is not None and not self.search.done():
                 raise RuntimeError("a search, given up after its time-out, has not come back")
@@ -221,15 +240,10 @@ class RetrieverTools:
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:
-            failure = _reason(e, self.timeout)
-            print(f"{len(calls)} searches failed: {failure}", file=sys.stderr, flush=True)
-            for call in calls:
-                call.failure = failure
-        else:
-            found = dict(zip(queries, hits))
-            for call in calls:
-                self._show(call, found[call.arguments["query"]])
-        self.seconds += time.perf_counter() - began
+            return self.fail(calls, e)
+        found = dict(zip(queries, hits))
+        for call in calls:
+            self._show(call, found[call.arguments["query"]])
 
     def _show(self, call: Call, hits: Any) -> None:
         try:
@@ -242,11 +256,8 @@ class RetrieverTools:
         except (TypeError, ValueError, KeyError, IndexError) as e:
             call.failure = f"the retriever gave {hits!r:.80}, no hits of this corpus ({e})"
 
-    def close(self) -> None:
-        pass
 
-
-class MCPTools:
+class MCPTools(_Tools):
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
     The model reads errors of a tool; a protocol error or a time-out is a technical failure. A lost
@@ -261,7 +272,7 @@ class MCPTools:
         except ImportError as e:
             problem = f"episode.mcp={target} needs the MCP SDK ({e})"
             raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
-        self.target, self.timeout, self.seconds = target, timeout, 0.0
+        self.target, self.timeout = target, timeout
         self.client: Any = None  # None if not connected
         self.sound = False
         self.connection, self.thread = ExitStack(), ExitStack()
@@ -330,24 +341,16 @@ class MCPTools:
                 time.sleep(wait)
                 wait *= 2
 
-    def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets an answer or a failure."""
-        began, left = time.perf_counter(), calls
+    def carry_out(self, calls: list[Call]) -> None:
         for _ in range(3):
-            if not left:
-                break
+            if not calls:
+                return
             try:
                 self._connect()
             except Exception as e:
-                for call in left:
-                    call.failure = f"{call.name}: {_reason(e, self.timeout)}"
-                break
-            parts = [left[i : i + AT_ONCE] for i in range(0, len(left), AT_ONCE)]
-            left = [call for part in parts for call in self._send(part)]
-        self.seconds += time.perf_counter() - began
-        if failed := [call.failure for call in calls if call.failure]:
-            count = f"{len(failed)} of {len(calls)} tool calls failed"
-            print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
+                return self.fail(calls, e)
+            parts = [calls[i : i + AT_ONCE] for i in range(0, len(calls), AT_ONCE)]
+            calls = [call for part in parts for call in self._send(part)]
 
     def _send(self, calls: list[Call]) -> list[Call]:
         """Carry out calls in parallel; returns those lost with the connection."""
@@ -363,7 +366,7 @@ class MCPTools:
                 call.failure, call.done = "", True
             except (Exception, concurrent.futures.CancelledError) as e:
                 future.cancel()
-                call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+                self.fail([call], e)
                 answered = isinstance(e, MCPError) and e.code != CONNECTION_CLOSED
                 self.sound &= answered
                 if not answered and not isinstance(e, TIMEOUTS):
