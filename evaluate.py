@@ -443,8 +443,7 @@ def _jobs(cfg: EvaluateConfig) -> dict[str, EvaluateConfig]:
             )
     if len(sets) > 1 and "@set" not in f"{cfg.turns}{cfg.qrels}{cfg.run}":
         raise ConfigError(
-            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where "
-            "the data set's name stands in the paths"
+            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it there"
         )
     jobs = {}
     for place, name in itertools.product(sets, names):

@@ -114,8 +114,8 @@ def sample_items(
     done = task.rollouts(engine, [ids for ids in asked if len(ids) <= limit], sampling, progress)
     if done and all(rollout.end == "tool_error" for rollout in done):
         raise ToolsAway(
-            f"all {len(done)} episodes of this chunk failed in their tools "
-            f"({done[0].failure}); mend that and run again: what was written before is kept"
+            f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); "
+            "mend that and run again: what was written before is kept"
         )
     request = {
         "model": cfg.model,
@@ -214,7 +214,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     if len(rows) < len(keys):
         raise DataError(
             f"{cfg.out}: {len(rows)} of {len(keys)} lines are there; let all processes see the "
-            "same folder and run again, what is there is kept"
+            "same folder and run again"
         )
     distributed.broadcast_object(None)  # every rank has read the parts
     if dist.rank == 0:

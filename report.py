@@ -208,8 +208,7 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
         id_ = str(row.get("id"))
         if known and id_ not in known:
             raise DataError(
-                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
-                "that these trajectories answer"
+                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give its file"
             )
         if known:
             row["metadata"] = known[id_].metadata
@@ -231,8 +230,8 @@ def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
         return kept
     if cfg.balance_by == "type" and kept and not any(map(trajectories.question_type, kept)):
         raise DataError(
-            f"{cfg.trajectories}: no row has metadata.question_type or metadata.type; give the "
-            "questions that have it with questions=FILE, or balance by rounds or tool_calls"
+            f"{cfg.trajectories}: no row has metadata.question_type or metadata.type; give "
+            "questions=FILE that has it"
         )
     return trajectories.balance(kept, cfg.balance_by, cfg.cap, cfg.seed)
 
@@ -280,10 +279,7 @@ def check(cfg: ReportConfig) -> None:
     folder = cfg.out or os.path.dirname(cfg.trajectories)
     own = os.path.abspath(os.path.join(folder, "trajectory_success.jsonl"))
     if own == os.path.abspath(cfg.trajectories):
-        raise ConfigError(
-            f"the successes among {cfg.trajectories} would take its own name; give another "
-            "out=FOLDER"
-        )
+        raise ConfigError(f"the successes would replace {own}; give another out=FOLDER")
 
 
 def main(cfg: ReportConfig) -> dict:

@@ -55,9 +55,8 @@ def read_conversations(path: str) -> list[list[dict]]:
     for row in read_trajectories(path):
         first, *_, last = row["messages"]
         if first["role"] != "user" or last["role"] != "assistant" or is_blank(last):
-            raise DataError(
-                f"{path}: {row['rollout_id']}: an example must run from a question to its answer"
-            )
+            where = f"{path}: {row['rollout_id']}"
+            raise DataError(f"{where}: an example must run from a question to its answer")
         chats.append(row["messages"])
     return chats
 
@@ -99,19 +98,14 @@ def _chat(messages: list) -> list[dict]:
     for m in messages:
         if not isinstance(m, dict) or not all(isinstance(m.get(k), str | None) for k in TEXTS):
             raise DataError(
-                "messages must be a list of messages with role and content (text), not "
-                f"{str(m)[:80]}"
+                f"messages must be a list of messages with role and content, not {str(m)[:80]}"
             )
         _add_message(chat, m)
     roles = [m["role"] for m in chat]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
-        raise DataError(
-            f"messages must run from a question to an assistant's answer; the roles are {roles}"
-        )
+        raise DataError(f"messages must run from a question to an answer; the roles are {roles}")
     if any(m["role"] == "assistant" and is_blank(m) for m in chat[:-1]):
-        raise DataError(
-            "an assistant's message in the middle is empty; take it out, or cut the chat there"
-        )
+        raise DataError("an assistant's message in the middle is empty; take it out")
     return chat
 
 
@@ -200,8 +194,7 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
             parts.append((task.wrap(results, task.eos_id), 0))
         elif not last:
             raise DataError(
-                f"{row['rollout_id']}: message {i} is followed by no result; keep what was shown, "
-                "or end the chat there"
+                f"{row['rollout_id']}: message {i} is followed by no result; end the chat there"
             )
     return _join(tokenizer, parts)
 

@@ -87,9 +87,7 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
         if not wanted:
             raise DataError(f"{path}: no passage has a gain above 0; give qrels with gold passages")
         if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
-            raise DataError(
-                f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
-            )
+            raise DataError(f"{path}: passage {min(foreign)!r} is not in the index; give its qrels")
         golds |= {q: passages for q, passages in own.items() if passages}
     return golds
 
@@ -104,15 +102,11 @@ def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str
     """Sort results, best first; DataError for a NaN score or a repeated passage."""
     ranked = sorted(((float(score), passage) for passage, score in results), reverse=True)
     if any(math.isnan(score) for score, _ in ranked):
-        raise DataError(
-            f"query {query!r} has a score NaN, which is a failed search: search it again"
-        )
+        raise DataError(f"query {query!r} has a score NaN, a failed search: search it again")
     counts = Counter(passage for _, passage in ranked)
     if len(counts) < len(ranked):
         passage, times = counts.most_common(1)[0]
-        raise DataError(
-            f"passage {passage!r} occurs {times} times in the results of query {query!r}"
-        )
+        raise DataError(f"passage {passage!r} occurs {times} times for query {query!r}")
     return [(passage, score) for score, passage in ranked]
 
 
@@ -123,9 +117,7 @@ def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
             for rank, (passage, score) in enumerate(rank_results(query, results), 1):
                 columns = (query, "Q0", passage, str(rank), repr(score), tag)
                 if odd := [column for column in columns if column.split() != [column]]:
-                    raise DataError(
-                        f"{path}: {odd[0]!r} cannot be a column of a TREC file; remove its blanks"
-                    )
+                    raise DataError(f"{path}: {odd[0]!r} is no TREC column; remove its blanks")
                 f.write(" ".join(columns) + "\n")
 
 
@@ -138,8 +130,8 @@ def best_passages(run: Run) -> Run:
             document, dash, number = passage.rpartition("-")
             if not dash or not number.isdigit():
                 raise DataError(
-                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N; documents=true "
-                    "needs the passage ids that prepare.py cast21 makes"
+                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N, as documents=true "
+                    "needs it (prepare.py cast21)"
                 )
             best[document] = None
         # scores by place keep the order of ties
@@ -291,9 +283,7 @@ def paired_test(
     (1 + flips at least as far from 0) / (1 + samples). DataError: the queries differ.
     """
     if odd := scores.keys() ^ baseline.keys():
-        raise DataError(
-            f"query {min(odd)!r} is scored for one system only; score both against the same qrels"
-        )
+        raise DataError(f"query {min(odd)!r} is scored for one system only; use the same qrels")
     differences = {
         query: {
             name: v - baseline[query][name] for name, v in row.items() if name in baseline[query]
