@@ -33,13 +33,7 @@ from engines.base import EngineConfig, Rollout
 from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, check_episode
 from episodes.tools import MCPTools, RetrieverTools
 from episodes.trajectories import read_conversations
-from prompts import (
-    decode_response,
-    encode_chat,
-    few_shot_prompt,
-    read_examples,
-    read_instruction,
-)
+from prompts import decode_response, encode_chat, few_shot_prompt, read_examples, read_instruction
 from retriever import RetrieverConfig, open_retriever
 from reward import REWARDS, Parsed, parse_response
 from rollout import check_engine
