@@ -121,7 +121,8 @@ def check(cfg: EvaluateConfig) -> None:
     check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    others = [name for name in ("run", "rewrites", "query", "turns", "sets") if getattr(cfg, name)]
+    names = ("run", "rewrites", "query", "turns", "sets", "retrievers")
+    others = [name for name in names if getattr(cfg, name)]
     searched = cfg.rewrites + cfg.query
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]

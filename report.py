@@ -90,8 +90,8 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
         known = {name: [v for v in map(value, p) if v is not None] for name, p in classes.items()}
         return {name: Counter(map(str, sorted(values))) for name, values in known.items()}
 
-    def tokens(usage: Callable[[dict], dict | None]) -> dict[str, dict]:
-        return {k: spread(lambda row: (usage(row) or {}).get(f"{k}_tokens")) for k in TOKENS}
+    def tokens(usage: Callable[[dict], dict]) -> dict[str, dict]:
+        return {k: spread(lambda row: usage(row).get(f"{k}_tokens")) for k in TOKENS}
 
     thoughts = [message.get("reasoning_content") for row in rows for message in row["messages"]]
     lengths = [len(text) for text in thoughts if text is not None]
@@ -106,8 +106,8 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
         "missing": len(missing),
         "searches": {"total": sum(row.get("searches") or 0 for row in rows)},
         "metrics": _metrics(rows, missing),
-        "tokens_last_turn": tokens(lambda row: (row.get("response_meta") or {}).get("usage")),
-        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens")),
+        "tokens_last_turn": tokens(_usage),
+        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens") or {}),
         "reasoning": moments(lengths) | {"count": len(lengths)},
         "status": counts(lambda row: row.get("status") or None),
     }
@@ -120,6 +120,10 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
         known = [float(row[key]) for row in rows if row.get(key) is not None]
         figures[key] = stats.fmean(known) if known else None
     return figures
+
+
+def _usage(row: dict) -> dict:
+    return (row.get("response_meta") or {}).get("usage") or {}
 
 
 def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
@@ -190,8 +194,10 @@ def markdown(title: str, s: dict) -> str:
 
 # --------------------------------------------------------------------------- a file of trajectories
 
+NUMBERS = dict.fromkeys((*ANSWER_METRICS, *(f"{name}_tokens" for name in TOKENS)), (int, float))
 FIELDS = ("metric_score", "all_turns_tokens", "response_meta", "metadata")
-KINDS = dict.fromkeys(FIELDS, (dict,)) | {"rounds": (int,), "searches": (int,), "status": (str,)}
+KINDS = dict.fromkeys(FIELDS, (dict,)) | dict.fromkeys(SHARES, (bool, int, float))
+KINDS |= {"rounds": (int,), "searches": (int,), "status": (str,)}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
@@ -201,10 +207,9 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
     for row in rows:
         location = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
         check_types(location, row, KINDS)
-        scores = row.get("metric_score") or {}
-        check_types(
-            f"{location}: metric_score", scores, dict.fromkeys(ANSWER_METRICS, (int, float))
-        )
+        check_types(location, row.get("response_meta") or {}, {"usage": (dict,)})
+        for part in (row.get("metric_score"), row.get("all_turns_tokens"), _usage(row)):
+            check_types(location, part or {}, NUMBERS)
         id_ = str(row.get("id"))
         if known and id_ not in known:
             raise DataError(

@@ -19,13 +19,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import yaml
+from tqdm import tqdm
 
 from data import DataError, item_id, read_corpus, read_jsonl, read_lines, read_questions, read_turns
 from runs import atomic_write, read_json, read_metrics
 from scoring import plots
+from scoring.answers import check_types
 from scoring.plots import Picture, Series, number
 
 BESIDE = "report_rollouts"
+SCORES = {"rank": (int,), "f1": (int, float), "reward": (int, float)}  # of a rollout
 PAGE_BYTES = 16 << 20  # rollouts embedded at most
 CORPUS_BYTES = 256 << 20  # larger corpora are not read
 RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
@@ -111,7 +114,8 @@ def step_files(folder: str) -> dict[int, str]:
 def groups(path: str) -> list[dict]:
     """Read a step's groups as {id, rows}, with a `band` in each row."""
     found: dict[tuple, dict] = {}
-    for _, row in read_jsonl(path):
+    for line, row in read_jsonl(path):
+        check_types(f"{path}:{line}", row, SCORES)
         name = str(row.pop("query_id", ""))
         key = (name, str(row.pop("group", "")))
         found.setdefault(key, {"id": name, "rows": []})["rows"].append(row | {"band": band(row)})
@@ -125,7 +129,7 @@ def packed(log: Log) -> Iterator[tuple[int, str]]:
         parts = groups(path)
         for group in parts:
             group |= {"prompt": log.prompts.get(group["id"])}
-            rewards = [r["reward"] for r in group["rows"] if type(r.get("reward")) in (int, float)]
+            rewards = [r["reward"] for r in group["rows"] if r.get("reward") is not None]
             if rewards:
                 seen = log.rewards.setdefault(group["id"], [])
                 seen.append((step, sum(rewards) / len(rewards)))
@@ -350,22 +354,15 @@ def timing(log: Log) -> str:
     whole = sum(map(sum, layers.values())) or 1.0
     rows = "".join(
         f"<tr><th scope=row>{name}<td>{number(sum(layer) / whole, True)}<td>"
-        f"{number(statistics.median(layer))} s<td>{clock(sum(layer))}"
+        f"{number(statistics.median(layer))} s<td>{tqdm.format_interval(sum(layer))}"
         for name, layer in layers.items()
     )
     picture = plots.stack("Seconds of a step", steps, layers, unit="s").figure(
         "Columns that stand out, such as a first step that compiles, are cut off."
     )
     head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>in all"
-    foot = f"<tr><th scope=row>all<td>100 %<td><td>{clock(whole)}"
+    foot = f"<tr><th scope=row>all<td>100 %<td><td>{tqdm.format_interval(whole)}"
     return f"<div class=grid>{picture}<table>{head}{rows}{foot}</table></div>"
-
-
-def clock(seconds: float) -> str:
-    minutes = seconds / 60
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def others(log: Log) -> str:

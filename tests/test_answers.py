@@ -31,6 +31,7 @@ from scoring.answers import (
     write_flashrag,
 )
 from scoring.ranking import bootstrap_interval
+from search.passages import RetrieverConfig
 
 
 def put(path, rows):
@@ -598,6 +599,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
         ({"questions": ""}, ConfigError, "answers need questions=FILE"),
         ({"answers": "after.jsonl"}, ConfigError, "answers='after.jsonl' must be list of str"),
         ({"run": ["x.trec"]}, ConfigError, "run.* do not go with answers"),
+        ({"retrievers": {"x": RetrieverConfig()}}, ConfigError, "retrievers.* do not go with"),
         ({"qrels": "other.qrels"}, DataError, "q.jsonl and .*other.qrels have no query in common"),
         ({"answers": ["others.jsonl"]}, DataError, "no query in common"),
     ],
