@@ -111,22 +111,16 @@ def text(x: float, y: float, words: str, classes: str = "") -> str:
 
 
 class Frame:
-    """Maps data to SVG coordinates; `names` replace the ticks of the y axis."""
+    """Maps data to SVG coordinates; `marks` are the labels of the y axis."""
 
-    def __init__(
-        self,
-        xs: Sequence[float],
-        values: Sequence[float],
-        percent: bool = False,
-        names: Sequence[tuple[float, str]] = (),
-    ):
+    def __init__(self, xs: Sequence[float], values: Sequence[float], percent: bool = False):
         self.x0, self.x1 = min(xs), max(xs)
         low, high = min(values), max(values)
         if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
             low, high = (low - 0.5 * abs(low), high + 0.5 * abs(high)) if high else (0.0, 1.0)
         marks = ticks(low, high)
-        self.marks = list(names) or list(zip(marks, labels(marks, percent)))
-        self.y0, self.y1 = (low - 0.6, high) if names else (marks[0], marks[-1])
+        self.marks = list(zip(marks, labels(marks, percent)))
+        self.y0, self.y1 = marks[0], marks[-1]
 
     def x(self, value: float) -> float:
         if self.x1 == self.x0:
@@ -264,7 +258,9 @@ def dots(
 ) -> Picture:
     """Plot (step, height, band) as dots, equal ones side by side; `names` label the heights."""
     first, last = min(p[0] for p in points), max(p[0] for p in points)
-    frame = Frame([first - 0.5, last + 0.5], [y for y, _ in names], names=names)
+    heights = [y for y, _ in names]
+    frame = Frame([first - 0.5, last + 0.5], heights)
+    frame.marks, frame.y0, frame.y1 = names, min(heights) - 0.6, max(heights)
     steps = sorted({p[0] for p in points})
     room = min((b - a for a, b in zip(steps, steps[1:])), default=1) / max(1, frame.x1 - frame.x0)
     gap = min(7.0, (RIGHT - LEFT) * room / 9)
