@@ -28,6 +28,7 @@ from scoring import answers, breakdown
 from scoring.judge import Judge
 from scoring.ranking import (  # noqa: F401  also names of this module
     DEPTH,
+    METRICS,
     PRINTED,
     Qrels,
     Run,
@@ -39,6 +40,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     means,
     paired_test,
     paper_protocol,
+    rank_results,
     read_golds,
     read_qrels,
     read_run,

@@ -80,7 +80,8 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
     tokens_all_turns counts the prompt in every round.
     """
     won = {name: [trajectories.succeeded(row, name) for row in rows] for name in ("em", "f1")}
-    good, failed = ([r for r, w in zip(rows, won[rule]) if w == side] for side in (True, False))
+    good = [row for row, success in zip(rows, won[rule]) if success]
+    failed = [row for row, success in zip(rows, won[rule]) if not success]
     classes = dict(zip(CLASSES, (rows, good, failed)))
 
     def spread(value: Callable[[dict], float | None]) -> dict[str, dict]:

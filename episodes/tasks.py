@@ -95,7 +95,7 @@ def check_episode(cfg: EpisodeConfig, budget: int) -> None:
         )
     if cfg.mcp and cfg.gold_reward != "none":
         raise ConfigError(
-            "episode.gold_reward needs the ids of passages, which MCP does not tell: leave one out"
+            "episode.gold_reward needs the ids of passages, which episode.mcp lacks: leave one out"
         )
 
 

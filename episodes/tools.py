@@ -1,7 +1,7 @@
 """The tools of an episode: calls parsed from text, the retriever as a tool, and MCP servers.
 
-A call ends with documents, a note for the model (a wrong call), or a technical failure, which must
-not become a reward.
+A call ends with documents, with a note for the model if the call is wrong, or with a technical
+failure, which must not become a reward.
 """
 
 from __future__ import annotations

@@ -160,18 +160,18 @@ def encode(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 
 
 def _join(tokenizer, parts: list[tuple[str | list[int], int]]) -> tuple[list[int], list[int]]:
-    """`encode` of (part, label): no token spans two parts."""
+    """(token ids (T+1), loss mask (T)) of (part, label): no token spans two parts."""
     ids, labels = [], []
     for part, label in parts:
         if isinstance(part, str):
             part = tokenizer(part, add_special_tokens=False)["input_ids"]
         ids += part
         labels += [label] * len(part)
-    return ids, labels[1:]  # a label is of the prediction before it
+    return ids, labels[1:]
 
 
 def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """`encode` of a row of infer.py, as in its rollout."""
+    """(token ids (T+1), loss mask (T)) of a row of infer.py, as in its rollout."""
     from episodes.tasks import AgentTask, EpisodeConfig, SearchTask  # they need torch
 
     kind = {"search": SearchTask, "agent": AgentTask}[row["task"]]
@@ -202,8 +202,8 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
 def encode_messages(
     tokenizer, messages: list[dict], tools: list[dict], location: str
 ) -> tuple[list[int], list[int]]:
-    """`encode` of a chat in the tokenizer's template; DataError if that does not end assistant
-    turns with EOS."""
+    """(token ids (T+1), loss mask (T)) of a chat in the tokenizer's template. DataError if it does
+    not end assistant turns with EOS."""
     # the model's own text keeps added tokens that are not special, like <think>
     control, added = prompts.control_strings(tokenizer), prompts.special_strings(tokenizer)
     chat = [m | {"content": prompts.defuse(m["content"], added)} for m in messages]
