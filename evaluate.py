@@ -241,19 +241,18 @@ def _search_all(
     source = cfg.turns or cfg.questions
     _common("query", source, (turn.query_id for turn in turns), cfg.qrels, qrels)
     judged = [turn for turn in turns if turn.query_id in qrels]
-    queries: dict[str, dict[str, str | None]] = {}  # title → query id → text
-    status: dict[str, dict[str, str]] = {}
+    queries: dict[str, tuple[dict, dict]] = {}  # title → query id → text, and → status
     for name in cfg.query:
         texts = {turn.query_id: QUERY_TEXTS[name](turn) for turn in judged}
         if any(texts.values()):
-            queries[name if cfg.questions else f"turns: {name}"] = texts
+            queries[name if cfg.questions else f"turns: {name}"] = texts, {}
         else:  # TopiOCQA has no human rewrites
             print(f"query={name}: no turn of {source} has a {name}; left out", file=sys.stderr)
     for path in cfg.rewrites:
-        title = _title(path, systems | queries)
-        rewrites, status[title] = read_rewrites(path, cfg.sample)
-        queries[title] = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
-        _common("query", path, rewrites, source, queries[title])
+        rewrites, status = read_rewrites(path, cfg.sample)
+        texts = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
+        _common("query", path, rewrites, source, texts)
+        queries[_title(path, systems | queries)] = texts, status
     if not systems and not queries:
         raise DataError(f"{source}: no query is left to search")
     from retriever import open_retriever  # needs torch
@@ -268,10 +267,10 @@ def _search_all(
         if lacking := golds - known:
             what = f"{len(lacking)} of {len(golds)} relevant passages, such as {min(lacking)!r},"
             print(f"warning: {cfg.qrels}: {what} are not in the index", file=sys.stderr)
-    for title, texts in queries.items():
+    for title, (texts, status) in queries.items():
         before = getattr(retriever, "cut_queries", None)
         run = search(retriever, texts, cfg.k)
-        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status.get(title, {}))
+        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status)
         if before is not None:
             row["cut"] = retriever.cut_queries - before
         if cut := getattr(retriever, "cut_passages", 0):
