@@ -16,14 +16,14 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Iterable
 
 from config import ConfigError, Only, above, at_least, build, check_fields, save_config, to_dict
 from config import run as run_entry
 from data import DataError, Turn, as_text, read_questions, read_turns, with_gold
-from runs import atomic_write, claim_folder
+from runs import atomic_write, claim_folder, write_json
 from scoring import answers, breakdown
 from scoring.judge import Judge
 from scoring.ranking import (  # noqa: F401  also names of this module
@@ -33,7 +33,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     Qrels,
     Run,
     Scores,
-    all_gold_scores,
+    add_all_gold,
     best_passages,
     bootstrap_interval,
     evaluate_run,
@@ -41,6 +41,7 @@ from scoring.ranking import (  # noqa: F401  also names of this module
     paired_test,
     paper_protocol,
     rank_results,
+    read_golds,
     read_qrels,
     read_run,
     score_run,
@@ -118,11 +119,12 @@ FEW = 50  # units, below which percentile intervals are a little narrow
 
 
 def check(cfg: EvaluateConfig) -> None:
-    """ConfigError for settings that cannot be scored, before anything is read."""
+    """ConfigError for settings that cannot be scored; reads nothing."""
     check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    others = [name for name in ("run", "rewrites", "query", "turns", "sets") if getattr(cfg, name)]
+    names = ("run", "rewrites", "query", "turns", "sets", "retrievers")
+    others = [name for name in names if getattr(cfg, name)]
     searched = cfg.rewrites + cfg.query
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
@@ -174,8 +176,7 @@ def _file_name(title: str) -> str:
     return re.sub(r"[^\w.-]+", "_", title)
 
 
-# a line of the tables: counts, and scores in parts, each over its own queries
-System = tuple[dict[str, Any], list[Scores]]
+System = tuple[dict[str, Any], Scores]  # a line of the tables: counts and scores
 
 # ------------------------------------------------------------------------------- runs and rewrites
 
@@ -206,53 +207,52 @@ def score(cfg: EvaluateConfig) -> dict:
 def _score_run(
     cfg: EvaluateConfig, name: str, run: Run, qrels: Qrels, status: dict[str, str] | None = None
 ) -> System:
-    """The system of a run. status: query id → status in a rewrites file; {} for other queries that
-    were searched here, None for a run that was read from a file."""
+    """status: query id → status in a rewrites file; {} for other queries that were searched here,
+    None for a run that was read from a file."""
     if cfg.documents:
         run = best_passages(run)
     if cfg.documents or status is None:
         passages = (passage for results in run.values() for passage, _ in results)
-        judged = (passage for gains in qrels.values() for passage in gains)
+        judged = itertools.chain.from_iterable(qrels.values())
         _common("passage", name, passages, cfg.qrels or cfg.turns, judged)
     row: dict[str, Any] = {
         "queries": len(qrels),
         "missing": sum(not run.get(query) for query in qrels),
         "extra": len((status or run).keys() - qrels.keys()),
     }
-    scores = [score_run(run, qrels, cfg.relevant_from)]
+    scores = score_run(run, qrels, cfg.relevant_from)
     words = {query: word for query, word in (status or {}).items() if query in qrels}
     if words:
         row["status"] = dict(Counter(words.values()))
     if cfg.questions:
-        scores.append(all_gold_scores(run, qrels))
+        add_all_gold(scores, run, qrels)
     else:
         unparsed = {query for query, word in words.items() if word not in ("ok", "unknown")}
-        row["paper"] = paper_protocol(scores[0], run, unparsed)
+        row["paper"] = paper_protocol(scores, run, unparsed)
     return row, scores
 
 
 def _search_all(
     cfg: EvaluateConfig, turns: list[Turn], qrels: Qrels, systems: dict[str, System]
 ) -> None:
-    """Search what `query` and `rewrites` name for the judged turns; add it to `systems`."""
+    """Search `query` and `rewrites` for the judged turns; add them to `systems`."""
     if cfg.questions:
         turns = [Turn(q.id, q.id, 1, [], q.question, []) for q in read_questions(cfg.questions)]
     source = cfg.turns or cfg.questions
     _common("query", source, (turn.query_id for turn in turns), cfg.qrels, qrels)
     judged = [turn for turn in turns if turn.query_id in qrels]
-    queries: dict[str, dict[str, str | None]] = {}  # title → query id → text
-    status: dict[str, dict[str, str]] = {}
+    queries: dict[str, tuple[dict, dict]] = {}  # title → query id → text, and → status
     for name in cfg.query:
         texts = {turn.query_id: QUERY_TEXTS[name](turn) for turn in judged}
         if any(texts.values()):
-            queries[name if cfg.questions else f"turns: {name}"] = texts
+            queries[name if cfg.questions else f"turns: {name}"] = texts, {}
         else:  # TopiOCQA has no human rewrites
             print(f"query={name}: no turn of {source} has a {name}; left out", file=sys.stderr)
     for path in cfg.rewrites:
-        title = _title(path, systems | queries)
-        rewrites, status[title] = read_rewrites(path, cfg.sample)
-        queries[title] = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
-        _common("query", path, rewrites, source, queries[title])
+        rewrites, status = read_rewrites(path, cfg.sample)
+        texts = {turn.query_id: rewrites.get(turn.query_id) for turn in judged}
+        _common("query", path, rewrites, source, texts)
+        queries[_title(path, systems | queries)] = texts, status
     if not systems and not queries:
         raise DataError(f"{source}: no query is left to search")
     from retriever import open_retriever  # needs torch
@@ -267,10 +267,10 @@ def _search_all(
         if lacking := golds - known:
             what = f"{len(lacking)} of {len(golds)} relevant passages, such as {min(lacking)!r},"
             print(f"warning: {cfg.qrels}: {what} are not in the index", file=sys.stderr)
-    for title, texts in queries.items():
+    for title, (texts, status) in queries.items():
         before = getattr(retriever, "cut_queries", None)
         run = search(retriever, texts, cfg.k)
-        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status.get(title, {}))
+        row, _ = systems[title] = _score_run(cfg, title, run, qrels, status)
         if before is not None:
             row["cut"] = retriever.cut_queries - before
         if cut := getattr(retriever, "cut_passages", 0):
@@ -303,34 +303,40 @@ def search(retriever: Any, queries: dict[str, str | None], k: int) -> Run:
 
 def score_answers(cfg: EvaluateConfig) -> dict:
     """Score files of answers, print the tables, write `out` and FlashRAG's files; returns rows."""
-    judge = None
-    if cfg.judge:
-        verdicts = os.path.join(cfg.out, "judge.jsonl")
-        how = cfg.judge_timeout, cfg.judge_requests
-        judge = Judge(cfg.judge, cfg.judge_model, verdicts, *how)
     questions = read_questions(cfg.questions)
-    known = [question.id for question in questions]
-    qrels = read_qrels(cfg.qrels) if cfg.qrels else {}
-    golds = {query: [p for p, gain in gains.items() if gain > 0] for query, gains in qrels.items()}
-    if cfg.qrels:
-        _common("query", cfg.questions, known, cfg.qrels, [q for q in golds if golds[q]])
+    known = {question.id for question in questions}
+    golds = read_golds([cfg.qrels] if cfg.qrels else [])
+    if golds:
+        _common("query", cfg.questions, known, cfg.qrels, golds)
+    relevant = set(itertools.chain.from_iterable(golds.values()))
     systems: dict[str, System] = {}
     files = {}
     for path in filter(None, [cfg.baseline, *cfg.answers]):
         found = answers.read_predictions(path, cfg.sample)
         _common("query", path, found, cfg.questions, known)
         scores = answers.score_predictions(found, questions, golds)
-        row = answers.count_predictions(found, questions) | {"judged": len(scores["golds"])}
-        if judge:
-            scores["judge"], row["unjudged"] = judge.score(found, questions)
+        row = {
+            "questions": len(known),
+            "missing": len(known - found.keys()),
+            "errors": sum(bool(found[id_].error) for id_ in known & found.keys()),
+            "extra": len(found.keys() - known),
+            "judged": sum("gold_recall" in own for own in scores.values()),
+        }
+        if cfg.judge:
+            kept = os.path.join(cfg.out, "judge.jsonl")
+            how = cfg.judge_timeout, cfg.judge_requests
+            verdicts = Judge(cfg.judge, cfg.judge_model, kept, *how).score(found, questions)
+            row["unjudged"] = len(questions) - len(verdicts)
+            for id_, verdict in verdicts.items():
+                scores[id_]["judge"] = verdict
         title = _title(path, systems)
-        files[title], systems[title] = found, (row, list(scores.values()))
+        files[title], systems[title] = found, (row, scores)
         shown = {passage for p in found.values() for passage in p.retrieved or ()}
-        if shown and golds and shown.isdisjoint(p for passages in golds.values() for p in passages):
+        if shown and relevant and shown.isdisjoint(relevant):
             print(f"warning: {path} retrieved no passage that {cfg.qrels} judges", file=sys.stderr)
-    types: dict[str, list[str]] = {}  # "bridge", "2hop", … → ids
+    types = defaultdict(list)  # "bridge", "2hop", … → ids
     for question in questions:
-        types.setdefault(str(question.metadata.get("type", "unknown")), []).append(question.id)
+        types[str(question.metadata.get("type", "unknown"))].append(question.id)
     groups = {"type": dict(sorted(types.items()))} if len(types) > 1 else {}
     result = compare(cfg, systems, {}, groups, "f1")
     for title, found in files.items() if cfg.out else ():
@@ -355,23 +361,21 @@ def compare(
     before (`paired_before`), and `groups` (kind → label → means, queries, ci).
     """
     rows: dict[str, dict] = {}
-    titles = list(systems)
+    titles, found = list(systems), [scores for _, scores in systems.values()]
     for n, (title, (row, scores)) in enumerate(systems.items()):
         rows[title] = row = row | _row(scores, clusters, cfg.samples)
         if n > 0:
-            row["paired"] = _paired(scores, systems[titles[0]][1], clusters, cfg.samples)
+            row["paired"] = paired_test(scores, found[0], clusters, cfg.samples)
         if n > 1:
-            before = systems[titles[n - 1]][1]
-            row["paired_before"] = _paired(scores, before, clusters, cfg.samples)
+            row["paired_before"] = paired_test(scores, found[n - 1], clusters, cfg.samples)
         for kind, labels in groups.items():
-            part = row.setdefault("groups", {}).setdefault(kind, {})
+            part = row.setdefault("groups", {})[kind] = {}
             for label, queries in labels.items():
-                own = {query: scores[0][query] for query in queries}
-                part[label] = _row([own], clusters, min(cfg.samples, 2000))
-                part[label]["queries"] = len(own)
+                own = {query: scores[query] for query in queries}
+                part[label] = _row(own, clusters, min(cfg.samples, 2000)) | {"queries": len(own)}
     title, row = titles[-1], rows[titles[-1]]
     unit = "conversation" if clusters else "query"
-    units = len({clusters.get(query, query) for query in systems[title][1][0]})
+    units = len({clusters.get(query, query) for query in found[-1]})
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
         note += " Percentile intervals of so few are slightly too narrow."
@@ -383,38 +387,20 @@ def compare(
     return result
 
 
-def _row(scores: list[Scores], clusters: dict[str, str], samples: int) -> dict:
+def _row(scores: Scores, clusters: dict[str, str], samples: int) -> dict:
     """Means of all metrics, and `ci`, their intervals."""
-    row: dict[str, Any] = {"ci": {}}
-    for part in filter(None, scores):
-        row |= means(part)
-        row["ci"] |= bootstrap_interval(part, clusters, samples)
-    return row
-
-
-def _paired(
-    ours: list[Scores], theirs: list[Scores], clusters: dict[str, str], samples: int
-) -> dict:
-    """Metric → paired test over the metrics and queries that both systems have."""
-    out: dict[str, dict] = {}
-    for scores, baseline in zip(ours, theirs):
-        if both := [query for query in scores if query in baseline]:
-            names = [name for name in scores[both[0]] if name in baseline[both[0]]]
-            pair = [{q: {n: of[q][n] for n in names} for q in both} for of in (scores, baseline)]
-            out |= paired_test(*pair, clusters, samples)
-    return out
+    return means(scores) | {"ci": bootstrap_interval(scores, clusters, samples)}
 
 
 def _write(cfg: EvaluateConfig, table: str, result: dict, rows: dict[str, dict]) -> None:
     """Print the table; write it, the result and their page to `out`."""
     print(table)
     if cfg.out:
-        metrics = json.dumps(result, ensure_ascii=False, indent=1)
         page = tables_page(os.path.basename(os.path.abspath(cfg.out)), table, rows)
-        files = {"table.md": table, "metrics.json": metrics, "report.html": page}
-        for name, text in files.items():
+        for name, text in (("table.md", table), ("report.html", page)):
             with atomic_write(os.path.join(cfg.out, name)) as f:
                 f.write(text + "\n")
+        write_json(os.path.join(cfg.out, "metrics.json"), result)
         save_config(cfg, os.path.join(cfg.out, "config.yaml"))
 
 
@@ -459,8 +445,7 @@ def _jobs(cfg: EvaluateConfig) -> dict[str, EvaluateConfig]:
             )
     if len(sets) > 1 and "@set" not in f"{cfg.turns}{cfg.qrels}{cfg.run}":
         raise ConfigError(
-            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it where "
-            "the data set's name stands in the paths"
+            f"{len(sets)} sets, but @set occurs in none of turns, qrels and run; write it there"
         )
     jobs = {}
     for place, name in itertools.product(sets, names):

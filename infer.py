@@ -29,7 +29,7 @@ from engines.base import Sampling
 from episodes.episode import FAILED
 from episodes.tools import ToolsAway
 from model import load_tokenizer
-from reward import parse_paper_inference, parse_response
+from reward import parse_paper_inference
 from tasks import EPISODES, REWRITES, TASKS, Task, TaskConfig, check_task, open_task, other_task
 
 
@@ -93,7 +93,7 @@ def open_prompts(cfg: InferConfig, items: list, tokenizer) -> tuple[Task, dict[s
     """(the task, id → token ids of its prompt)."""
     if trained := other_task(cfg):
         print0(f"warning: {cfg.model} was trained with another prompt ({trained})")
-    parse = parse_paper_inference if cfg.parser == "paper" else parse_response
+    parse = parse_paper_inference if cfg.parser == "paper" else None
     task = open_task(cfg, tokenizer, cfg.examples if cfg.prompt == "few-shot" else "", parse)
     return task, {item_id(item): task.prompt(item) for item in items}
 
@@ -110,12 +110,12 @@ def sample_items(
     sampling = Sampling(
         cfg.samples, cfg.temperature, cfg.top_p, cfg.max_response_tokens, seed=cfg.seed
     )
-    fitting = [ids for ids in (prompts[item_id(item)] for item in items) if len(ids) <= limit]
-    done = task.rollouts(engine, fitting, sampling, progress)
+    asked = [prompts[item_id(item)] for item in items]
+    done = task.rollouts(engine, [ids for ids in asked if len(ids) <= limit], sampling, progress)
     if done and all(rollout.end == "tool_error" for rollout in done):
         raise ToolsAway(
-            f"all {len(done)} episodes of this chunk failed in their tools "
-            f"({done[0].failure}); mend that and run again: what was written before is kept"
+            f"all {len(done)} episodes of this chunk failed in their tools ({done[0].failure}); "
+            "mend that and run again: what was written before is kept"
         )
     request = {
         "model": cfg.model,
@@ -126,8 +126,7 @@ def sample_items(
         "prompt": cfg.prompt,
     }
     results, rows = iter(done), []
-    for item in items:
-        ids = prompts[item_id(item)]
+    for item, ids in zip(items, asked):
         for i in range(cfg.samples):
             result = next(results) if len(ids) <= limit else task.unsampled(ids, i)
             row = {"query_id": item_id(item), "sample": i, "status": result.end}
@@ -193,13 +192,13 @@ def read_rows(output: str, prompts: dict[str, list[int]]) -> dict[tuple[str, int
             for number, line in enumerate(f, 1):
                 try:
                     row = json.loads(line)
-                    key, failed = (row["query_id"], row["sample"]), row["status"] in FAILED
-                    digest = row["prompt"]
+                    id_, digest, failed = row["query_id"], row["prompt"], row["status"] in FAILED
+                    key = id_, row["sample"]
                 except (ValueError, KeyError, TypeError):
                     continue
-                if key[0] not in prompts or digest != prompt_digest(prompts[key[0]]):
+                if id_ not in prompts or digest != prompt_digest(prompts[id_]):
                     raise DataError(
-                        f"{path}:{number}: turn {key[0]} is not among these turns, or had "
+                        f"{path}:{number}: turn {id_} is not among these turns, or had "
                         "another prompt; choose another output, or overwrite=true"
                     )
                 if not failed or key not in rows:
@@ -215,7 +214,7 @@ def finish(cfg: InferConfig, prompts: dict[str, list[int]], dist: Dist) -> list[
     if len(rows) < len(keys):
         raise DataError(
             f"{cfg.out}: {len(rows)} of {len(keys)} lines are there; let all processes see the "
-            "same folder and run again, what is there is kept"
+            "same folder and run again"
         )
     distributed.broadcast_object(None)  # every rank has read the parts
     if dist.rank == 0:
@@ -237,8 +236,7 @@ def respond(
         done = distributed.on_rank_0(
             lambda: {k for k, r in read_rows(cfg.out, prompts).items() if r["status"] not in FAILED}
         )
-        samples = range(cfg.samples)
-        left = [q for q in items if not all((item_id(q), i) in done for i in samples)]
+        left = [q for q in items if not all((item_id(q), i) in done for i in range(cfg.samples))]
         print0(
             f"infer: {len(items)} {task.items} × {cfg.samples} samples, "
             f"{len(items) - len(left)} of them already done, {dist.world} processes, temperature "

@@ -8,7 +8,6 @@ and, on request, openai.jsonl or swift.jsonl.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics as stats
 from collections import Counter
@@ -20,7 +19,8 @@ from config import run as run_entry
 from data import DataError, read_jsonl, read_questions
 from episodes import trajectories
 from reward import ANSWER_METRICS
-from runs import atomic_write, claim_folder, write_jsonl
+from runs import atomic_write, claim_folder, write_json, write_jsonl
+from scoring.answers import check_types
 from scoring.ranking import bootstrap_interval
 from scoring.run_page import run_page
 from scoring.tables import markdown_table
@@ -68,9 +68,8 @@ SHARES = ("well_formed", "gold_recall", "all_gold")
 
 def moments(values: Iterable[float]) -> dict[str, float]:
     """{"mean", "stdev" (of the sample)}; 0 without values."""
-    values = list(values)
-    mean = stats.fmean(values) if values else 0.0
-    return {"mean": mean, "stdev": stats.stdev(values) if len(values) > 1 else 0.0}
+    values = list(values) or [0.0]
+    return {"mean": stats.fmean(values), "stdev": stats.stdev(values) if values[1:] else 0.0}
 
 
 def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict:
@@ -80,36 +79,36 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
     are failures that score 0. A round is a model turn, `reasoning` is in characters, and
     tokens_all_turns counts the prompt in every round.
     """
-    good = [row for row in rows if trajectories.succeeded(row, rule)]
-    failed = [row for row in rows if not trajectories.succeeded(row, rule)]
+    won = {name: [trajectories.succeeded(row, name) for row in rows] for name in ("em", "f1")}
+    good = [row for row, success in zip(rows, won[rule]) if success]
+    failed = [row for row, success in zip(rows, won[rule]) if not success]
     classes = dict(zip(CLASSES, (rows, good, failed)))
 
     def spread(value: Callable[[dict], float | None]) -> dict[str, dict]:
         return {name: moments(value(row) or 0 for row in part) for name, part in classes.items()}
 
     def counts(value: Callable[[dict], int | str | None]) -> dict[str, dict[str, int]]:
-        found = {name: [value(row) for row in part] for name, part in classes.items()}
-        known = {name: sorted(v for v in part if v is not None) for name, part in found.items()}
-        return {name: Counter(map(str, part)) for name, part in known.items()}
+        known = {name: [v for v in map(value, p) if v is not None] for name, p in classes.items()}
+        return {name: Counter(map(str, sorted(values))) for name, values in known.items()}
 
-    def tokens(usage: Callable[[dict], dict | None]) -> dict[str, dict]:
-        return {k: spread(lambda row: (usage(row) or {}).get(f"{k}_tokens")) for k in TOKENS}
+    def tokens(usage: Callable[[dict], dict]) -> dict[str, dict]:
+        return {k: spread(lambda row: usage(row).get(f"{k}_tokens")) for k in TOKENS}
 
     thoughts = [message.get("reasoning_content") for row in rows for message in row["messages"]]
-    lengths = [len(text) for text in thoughts if isinstance(text, str)]
+    lengths = [len(text) for text in thoughts if text is not None]
     figures = {
         "total": len(rows) + len(missing),
         "success_count": len(good),
         "failure_count": len(failed) + len(missing),
-        "success_em": sum(trajectories.succeeded(row, "em") for row in rows),
-        "success_f1": sum(trajectories.succeeded(row, "f1") for row in rows),
+        "success_em": sum(won["em"]),
+        "success_f1": sum(won["f1"]),
         "rule": rule,
         "technical_failures": sum(bool(row.get("error")) for row in rows),
         "missing": len(missing),
         "searches": {"total": sum(row.get("searches") or 0 for row in rows)},
         "metrics": _metrics(rows, missing),
-        "tokens_last_turn": tokens(lambda row: (row.get("response_meta") or {}).get("usage")),
-        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens")),
+        "tokens_last_turn": tokens(_usage),
+        "tokens_all_turns": tokens(lambda row: row.get("all_turns_tokens") or {}),
         "reasoning": moments(lengths) | {"count": len(lengths)},
         "status": counts(lambda row: row.get("status") or None),
     }
@@ -122,6 +121,10 @@ def statistics(rows: list[dict], rule: str, missing: Sequence[str] = ()) -> dict
         known = [float(row[key]) for row in rows if row.get(key) is not None]
         figures[key] = stats.fmean(known) if known else None
     return figures
+
+
+def _usage(row: dict) -> dict:
+    return (row.get("response_meta") or {}).get("usage") or {}
 
 
 def _metrics(rows: list[dict], missing: Sequence[str]) -> dict:
@@ -151,11 +154,10 @@ def _spread(part: dict, digits: int) -> str:
 
 
 def _distribution(counts: dict[str, dict[str, int]]) -> list[list[str]]:
-    totals = {c: sum(counts[c].values()) for c in CLASSES}
-    widest = max(counts["all"].values(), default=1)
+    parts, widest = [counts[c] for c in CLASSES], max(counts["all"].values(), default=1)
     rows = []
     for value, n in counts["all"].items():
-        shares = (_share(counts[c].get(value, 0), totals[c]) for c in CLASSES)
+        shares = (_share(part.get(value, 0), sum(part.values())) for part in parts)
         rows.append([value, *shares, "█" * round(24 * n / widest)])
     return rows
 
@@ -193,8 +195,10 @@ def markdown(title: str, s: dict) -> str:
 
 # --------------------------------------------------------------------------- a file of trajectories
 
-KINDS = dict.fromkeys(("metric_score", "all_turns_tokens", "response_meta", "metadata"), dict)
-KINDS |= {"rounds": int, "searches": int, "status": str}
+NUMBERS = dict.fromkeys((*ANSWER_METRICS, *(f"{name}_tokens" for name in TOKENS)), (int, float))
+FIELDS = ("metric_score", "all_turns_tokens", "response_meta", "metadata")
+KINDS = dict.fromkeys(FIELDS, (dict,)) | dict.fromkeys(SHARES, (bool, int, float))
+KINDS |= {"rounds": (int,), "searches": (int,), "status": (str,)}
 
 
 def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
@@ -203,17 +207,14 @@ def read_rows(cfg: ReportConfig) -> tuple[list[dict], list[str]]:
     known = {q.id: q for q in read_questions(cfg.questions)} if cfg.questions else {}
     for row in rows:
         location = f"{cfg.trajectories}: rollout {row['rollout_id']!r}"
-        for key, kind in KINDS.items():
-            if not isinstance(row.get(key), kind | None):
-                raise DataError(f"{location}: {key} must be of type {kind.__name__}, or null")
-        scores = row.get("metric_score") or {}
-        if bad := [k for k in ANSWER_METRICS if not isinstance(scores.get(k), int | float | None)]:
-            raise DataError(f"{location}: metric_score.{bad[0]} must be a number, or null")
+        check_types(location, row, KINDS)
+        check_types(location, row.get("response_meta") or {}, {"usage": (dict,)})
+        for part in (row.get("metric_score"), row.get("all_turns_tokens"), _usage(row)):
+            check_types(location, part or {}, NUMBERS)
         id_ = str(row.get("id"))
         if known and id_ not in known:
             raise DataError(
-                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give the file "
-                "that these trajectories answer"
+                f"{location}: question {row.get('id')!r} is not in {cfg.questions}; give its file"
             )
         if known:
             row["metadata"] = known[id_].metadata
@@ -235,8 +236,8 @@ def choose(rows: list[dict], cfg: ReportConfig) -> list[dict]:
         return kept
     if cfg.balance_by == "type" and kept and not any(map(trajectories.question_type, kept)):
         raise DataError(
-            f"{cfg.trajectories}: no row has metadata.question_type or metadata.type; give the "
-            "questions that have it with questions=FILE, or balance by rounds or tool_calls"
+            f"{cfg.trajectories}: no row has metadata.question_type or metadata.type; give "
+            "questions=FILE that has it"
         )
     return trajectories.balance(kept, cfg.balance_by, cfg.cap, cfg.seed)
 
@@ -252,10 +253,9 @@ def report_trajectories(cfg: ReportConfig) -> dict:
     text = markdown(title, found)
     print(text, flush=True)
     figures = {"title": title, "trajectories": os.path.basename(cfg.trajectories)} | found
-    texts = {"trajectory_stats.json": json.dumps(figures, indent=1), "trajectory_stats.md": text}
-    for name, text in texts.items():
-        with atomic_write(os.path.join(folder, name)) as f:
-            f.write(text)
+    write_json(os.path.join(folder, "trajectory_stats.json"), figures)
+    with atomic_write(os.path.join(folder, "trajectory_stats.md")) as f:
+        f.write(text)
     names = {row["rollout_id"] for row in kept}
     own = ({"rollout_id": f"line {n}"} | row for n, row in read_jsonl(cfg.trajectories))
     outputs = {"trajectory_success.jsonl": (row for row in own if row["rollout_id"] in names)}
@@ -267,7 +267,8 @@ def report_trajectories(cfg: ReportConfig) -> dict:
     means = {key: found["metrics"][key]["mean"] for key in ("em", "f1")}
     means |= {key: found[key]["all"]["mean"] for key in ("rounds", "tool_calls")}
     counts = {"total": found["total"], "success": found["success_count"], "kept": len(kept)}
-    return {"out": folder, "files": [*texts, *outputs]} | counts | means
+    files = ["trajectory_stats.json", "trajectory_stats.md", *outputs]
+    return {"out": folder, "files": files} | counts | means
 
 
 # -------------------------------------------------------------------------------------- entry point
@@ -284,10 +285,7 @@ def check(cfg: ReportConfig) -> None:
     folder = cfg.out or os.path.dirname(cfg.trajectories)
     own = os.path.abspath(os.path.join(folder, "trajectory_success.jsonl"))
     if own == os.path.abspath(cfg.trajectories):
-        raise ConfigError(
-            f"the successes among {cfg.trajectories} would take its own name; give another "
-            "out=FOLDER"
-        )
+        raise ConfigError(f"the successes would replace {own}; give another out=FOLDER")
 
 
 def main(cfg: ReportConfig) -> dict:

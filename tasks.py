@@ -33,13 +33,7 @@ from engines.base import EngineConfig, Rollout
 from episodes.tasks import AgentTask, EpisodeConfig, SearchTask, check_episode
 from episodes.tools import MCPTools, RetrieverTools
 from episodes.trajectories import read_conversations
-from prompts import (
-    decode_response,
-    encode_chat,
-    few_shot_prompt,
-    read_examples,
-    read_instruction,
-)
+from prompts import decode_response, encode_chat, few_shot_prompt, read_examples, read_instruction
 from retriever import RetrieverConfig, open_retriever
 from reward import REWARDS, Parsed, parse_response
 from rollout import check_engine
@@ -125,18 +119,16 @@ class Rewrite:
     def measure(self, answers: list[Response], turns: list[Turn]) -> list[dict]:
         """Rewrite, form, rank of the gold passage, and whether engine or search failed. Malformed
         responses are not searched, equal queries of a turn once."""
-        asked = [
-            (t.query_id, one_line(a.parsed.rewrite))
-            if a.parsed.well_formed and not a.failed
-            else None
-            for a, t in zip(answers, turns)
-        ]
-        searches = [query for query in dict.fromkeys(asked) if query]
-        golds = {t.query_id: t.gold_ids for t in turns}
-        texts = [text for _, text in searches]
+        asked, golds, figures = [], {}, []  # golds: (turn, query) → gold passages
+        for a, t in zip(answers, turns):
+            query = None
+            if a.parsed.well_formed and not a.failed:
+                query = (t.query_id, one_line(a.parsed.rewrite))
+                golds[query] = t.gold_ids
+            asked.append(query)
         # every process asks, even without queries: an index across ranks is a collective
-        found = self.retriever.gold_ranks(texts, [golds[id_] for id_, _ in searches])
-        ranks, figures = dict(zip(searches, found)), []
+        found = self.retriever.gold_ranks([query for _, query in golds], list(golds.values()))
+        ranks = dict(zip(golds, found))
         for a, query in zip(answers, asked):
             rank, failed = ranks.get(query), a.failed
             if rank is not None and math.isnan(rank):  # search.passages.FAILED
@@ -216,20 +208,17 @@ def open_task(
     if cfg.task == "rewrite":
         return Rewrite(cfg, tokenizer, read_examples(examples) if examples else (), parse)
     kind, episode, retriever = TASKS[cfg.task], cfg.episode, cfg.retriever
-    if not episode.mcp and retriever.across_ranks:
-        raise ConfigError(
-            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
-            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
-        )
-    if not episode.mcp and not retriever.corpus:
-        raise ConfigError(
-            f"task={cfg.task} shows passages: give retriever.corpus=FILE, which the index is made "
-            "of"
-        )
     shown = read_conversations(examples) if examples else []
     if episode.mcp:
         tools = MCPTools(episode.mcp, episode.timeout)
         return kind(episode, tokenizer, tools, shown, read_golds(qrels))
+    if retriever.across_ranks:
+        raise ConfigError(
+            "retriever.across_ranks=true needs ranks that search together, and episodes differ in "
+            "rounds; serve the index (serve.py, retriever.kind=remote), or set it to false"
+        )
+    if not retriever.corpus:
+        raise ConfigError(f"task={cfg.task} shows passages: give retriever.corpus=FILE")
     opened = open_retriever(retriever)
     ids = opened.passage_ids
     golds = read_golds(qrels, ids)

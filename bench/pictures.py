@@ -6,6 +6,7 @@ python bench/pictures.py RUN      first takes the prompt that gained most from a
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import sys
@@ -22,6 +23,28 @@ FOLLOWED = os.path.join(ROOT, "bench", "results", "followed.json")
 SHOWN = 7  # lines of text
 
 
+def standalone(pictures: list[plots.Picture], label: str) -> str:
+    """Return an SVG file of pictures side by side; `label` is its aria-label."""
+    parts = []
+    for n, picture in enumerate(pictures):
+        x = n * (plots.WIDTH + 20)
+        parts.append(plots.text(x + 6, 20, picture.title, "head"))
+        parts.append(plots.text(x + plots.WIDTH - 10, 20, picture.unit, "soft end"))
+        left = x + 6.0
+        for colour, name in picture.key:
+            parts.append(f'<rect class="{colour}" x="{left}" y="31" width="10" height="10"/>')
+            parts.append(plots.text(left + 15, 41, name, "soft"))
+            left += 32 + 6.4 * len(name)
+        parts.append(f'<g transform="translate({x} 48)">{picture.body}</g>')
+    width, height = len(pictures) * (plots.WIDTH + 20) - 20, 56 + max(p.height for p in pictures)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'role="img" aria-label="{html.escape(label)}"><style>{plots.asset("plots.css")}</style>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
 def learning() -> str:
     rows = read_metrics(METRICS)
     reward = [(row["step"], row["reward"]) for row in rows if "reward" in row]
@@ -35,7 +58,7 @@ def learning() -> str:
     label = (
         f"Over {len(reward)} steps the reward rises from {reward[0][1]:.2f} to {reward[-1][1]:.2f}."
     )
-    return plots.standalone(pictures, label)
+    return standalone(pictures, label)
 
 
 def take(folder: str) -> None:
@@ -83,7 +106,7 @@ def followed() -> str:
     dots = run_page.followed_picture(found, title)
     said = quotes(found, f"“{case['question']}”, rewritten")
     label = f"The rewrites of {case['question']!r} over the steps."
-    return plots.standalone([dots, said], label)
+    return standalone([dots, said], label)
 
 
 if __name__ == "__main__":

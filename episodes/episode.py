@@ -114,8 +114,7 @@ def run_episodes(
         budget -= task.cfg.stop_at_answer  # room for a forced EOS
         if budget < 1:
             raise RolloutError(
-                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; shorten the "
-                "question, or give fewer examples"
+                f"prompt {i} has {len(prompt)} tokens, the model {context} positions; shorten it"
             )
         for sample in range(sampling.n):
             episodes.append(Episode(list(prompt), [], [], [], i, "", sample, budget))

@@ -88,19 +88,15 @@ def check_episode(cfg: EpisodeConfig, budget: int) -> None:
     if cfg.instruction:
         prompts.read_instruction(cfg.instruction)
     if room < 2 * LEAST_ROOM:
-        problem = (
+        raise ConfigError(
             f"max_response_tokens={budget} leaves {room} tokens beside episode.answer_share="
             f"{cfg.answer_share:g}, a query and its result need {2 * LEAST_ROOM}: raise the one or "
             "lower the other"
         )
-    elif cfg.mcp and cfg.gold_reward != "none":
-        problem = (
-            "episode.gold_reward needs the ids of passages, which an MCP server does not tell; "
-            "leave one of them empty"
+    if cfg.mcp and cfg.gold_reward != "none":
+        raise ConfigError(
+            "episode.gold_reward needs the ids of passages, which episode.mcp lacks: leave one out"
         )
-    else:
-        return
-    raise ConfigError(problem)
 
 
 class Task:

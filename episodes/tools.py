@@ -31,6 +31,7 @@ from config import ConfigError
 from data import DataError, _scrub
 
 TIMEOUTS = (TimeoutError, concurrent.futures.TimeoutError)  # the same from Python 3.11 on
+AT_ONCE = 64  # calls that an MCP server has to answer at a time
 NOTHING_FOUND = "No passage was found."
 
 
@@ -128,8 +129,8 @@ def _check_call(value: Any, schemas: list[dict]) -> Call:
 
 
 def _problem(arguments: dict, name: str, parameters: dict) -> str:
-    """How arguments break a tool's JSON Schema, in words for the model, or "". Those it does not
-    name are errors, unless the schema allows them explicitly."""
+    """How arguments break a tool's JSON Schema, for the model, or "". Those it does not name are
+    errors, unless it allows them explicitly."""
     dialect = validator_for(parameters, Draft202012Validator)
     known = parameters.get("properties") or {}
     if known:
@@ -171,13 +172,9 @@ SEARCH_TOOL = _schema(
 
 
 def numbered(contents: Iterable[str]) -> list[str]:
-    """Passages as an agent reads them: numbered, the title without quotes."""
-    shown = []
-    for place, passage in enumerate(contents, 1):
-        title, newline, text = passage.partition("\n")
-        title = title.removeprefix('"').removesuffix('"') if newline else title
-        shown.append(f"[{place}] {title}{newline}{text}")
-    return shown
+    """Passages as an agent reads them: numbered, the title (a first line) without quotes."""
+    plain = (re.sub(r'\A"?(.*?)"?\n', r"\1\n", passage) for passage in contents)
+    return [f"[{place}] {passage}" for place, passage in enumerate(plain, 1)]
 
 
 def begin(work: Callable[[], Any]) -> Future:
@@ -198,24 +195,43 @@ def begin(work: Callable[[], Any]) -> Future:
     return future
 
 
-class RetrieverTools:
+class _Tools:
+    seconds = 0.0  # in `run`, since it was last reset
+    timeout: float  # seconds for the calls of a round
+
+    def run(self, calls: list[Call]) -> None:
+        """Carry out calls: each gets documents or a failure."""
+        began = time.perf_counter()
+        self.carry_out(calls)
+        self.seconds += time.perf_counter() - began
+        if failed := [call.failure for call in calls if call.failure]:
+            count = f"{len(failed)} of {len(calls)} tool calls failed"
+            print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
+
+    def fail(self, calls: list[Call], e: BaseException) -> None:
+        for call in calls:
+            call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+
+    def close(self) -> None:
+        pass
+
+
+class RetrieverTools(_Tools):
     """A retriever in this process as the tool `retrieve`, with one search per round."""
 
     schemas = [SEARCH_TOOL]
 
     def __init__(self, retriever, document: Callable, top_k: int, timeout: float, numbered: bool):
-        """document: passage id → {"contents"}; numbered: documents get numbers."""
+        """document: passage id → {"contents"}."""
         self.retriever, self.document = retriever, document
         self.top_k, self.timeout, self.numbered = top_k, timeout, numbered
-        self.seconds = 0.0  # in `run`, since it was last reset
         self.search: Future | None = None  # the last one; never two at once
 
-    def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets documents or a failure. DataError: a wrong corpus."""
+    def carry_out(self, calls: list[Call]) -> None:
+        """DataError: the corpus is not the one indexed."""
         queries = list(dict.fromkeys(call.arguments["query"] for call in calls))
         if not queries:
             return
-        began = time.perf_counter()
         try:
             if self.search is not None and not self.search.done():
                 raise RuntimeError("a search, given up after its time-out, has not come back")
@@ -224,33 +240,24 @@ class RetrieverTools:
             if len(hits) != len(queries):
                 raise RuntimeError(f"{len(hits)} results for {len(queries)} queries")
         except Exception as e:
-            failure = _reason(e, self.timeout)
-            print(f"{len(calls)} searches failed: {failure}", file=sys.stderr, flush=True)
-            for call in calls:
-                call.failure = failure
-        else:
-            found = dict(zip(queries, hits))
-            for call in calls:
-                self._show(call, found[call.arguments["query"]])
-        self.seconds += time.perf_counter() - began
+            return self.fail(calls, e)
+        found = dict(zip(queries, hits))
+        for call in calls:
+            self._show(call, found[call.arguments["query"]])
 
     def _show(self, call: Call, hits: Any) -> None:
         try:
             ids = [id_ for id_, _ in hits]
             texts = [self.document(id_)["contents"] for id_ in ids]
+            call.documents = list(zip(ids, numbered(texts) if self.numbered else texts))
+            call.done = True
         except DataError:  # the corpus is not the one indexed
             raise
         except (TypeError, ValueError, KeyError, IndexError) as e:
             call.failure = f"the retriever gave {hits!r:.80}, no hits of this corpus ({e})"
-        else:
-            call.documents = list(zip(ids, numbered(texts) if self.numbered else texts))
-            call.done = True
-
-    def close(self) -> None:
-        pass
 
 
-class MCPTools:
+class MCPTools(_Tools):
     """The tools of an MCP server: a URL (streamable HTTP; SSE if it ends in /sse) or a command.
 
     The model reads errors of a tool; a protocol error or a time-out is a technical failure. A lost
@@ -258,14 +265,14 @@ class MCPTools:
     Calls lost with it are sent again, at most twice.
     """
 
-    def __init__(self, target: str, timeout: float, at_once: int = 64):
+    def __init__(self, target: str, timeout: float):
         try:
             import mcp  # noqa: F401
             from anyio.from_thread import start_blocking_portal
         except ImportError as e:
             problem = f"episode.mcp={target} needs the MCP SDK ({e})"
             raise ConfigError(f"{problem}: pip install -r requirements-serve.txt") from e
-        self.target, self.timeout, self.at_once, self.seconds = target, timeout, at_once, 0.0
+        self.target, self.timeout = target, timeout
         self.client: Any = None  # None if not connected
         self.sound = False
         self.connection, self.thread = ExitStack(), ExitStack()
@@ -285,7 +292,7 @@ class MCPTools:
         from mcp.client.sse import sse_client
         from mcp.client.stdio import StdioServerParameters
 
-        target: Any = self.target
+        target = self.target
         if not re.match(r"https?://", target):
             command, *words = shlex.split(target)
             target = StdioServerParameters(command=command, args=words, env=dict(os.environ))
@@ -299,8 +306,8 @@ class MCPTools:
             page = self.portal.call(partial(client.list_tools, cursor=page and page.next_cursor))
             tools += page.tools
         for tool in tools:
+            dialect = validator_for(tool.input_schema, Draft202012Validator)
             try:
-                dialect = validator_for(tool.input_schema, Draft202012Validator)
                 dialect.check_schema(tool.input_schema, format_checker=None)
             except SchemaError as e:
                 problem = f"the parameters of tool {tool.name!r} are no JSON Schema: {e.message}"
@@ -334,24 +341,16 @@ class MCPTools:
                 time.sleep(wait)
                 wait *= 2
 
-    def run(self, calls: list[Call]) -> None:
-        """Carry out calls: each gets an answer or a failure."""
-        began, left = time.perf_counter(), calls
+    def carry_out(self, calls: list[Call]) -> None:
         for _ in range(3):
-            if not left:
-                break
+            if not calls:
+                return
             try:
                 self._connect()
             except Exception as e:
-                for call in left:
-                    call.failure = f"{call.name}: {_reason(e, self.timeout)}"
-                break
-            parts = [left[i : i + self.at_once] for i in range(0, len(left), self.at_once)]
-            left = [call for part in parts for call in self._send(part)]
-        self.seconds += time.perf_counter() - began
-        if failed := [call.failure for call in calls if call.failure]:
-            count = f"{len(failed)} of {len(calls)} tool calls failed"
-            print(f"{count}: {failed[0]}", file=sys.stderr, flush=True)
+                return self.fail(calls, e)
+            parts = [calls[i : i + AT_ONCE] for i in range(0, len(calls), AT_ONCE)]
+            calls = [call for part in parts for call in self._send(part)]
 
     def _send(self, calls: list[Call]) -> list[Call]:
         """Carry out calls in parallel; returns those lost with the connection."""
@@ -367,7 +366,7 @@ class MCPTools:
                 call.failure, call.done = "", True
             except (Exception, concurrent.futures.CancelledError) as e:
                 future.cancel()
-                call.failure = f"{call.name}: {_reason(e, self.timeout)}"
+                self.fail([call], e)
                 answered = isinstance(e, MCPError) and e.code != CONNECTION_CLOSED
                 self.sound &= answered
                 if not answered and not isinstance(e, TIMEOUTS):
@@ -381,7 +380,7 @@ class MCPTools:
 
 
 def _texts(answer: Any) -> list[str]:
-    """The parts of an MCP result as texts; other types are named in brackets."""
+    """The parts of an MCP result; other types than text are named in brackets."""
     texts = []
     for part in answer.content:
         inner = getattr(part, "resource", part)  # an embedded resource
@@ -395,7 +394,7 @@ def _texts(answer: Any) -> list[str]:
     if structured is not None and all(part.type != "text" for part in answer.content):
         texts.insert(0, json.dumps(structured, ensure_ascii=False))
     if answer.is_error and not texts:
-        texts = ["error: the tool failed and gave no reason"]
+        return ["error: the tool failed and gave no reason"]
     return texts
 
 
@@ -408,5 +407,6 @@ def single(e: BaseException) -> BaseException:
 
 def _reason(e: BaseException, timeout: float) -> str:
     e = single(e)
-    late = isinstance(e, TIMEOUTS)
-    return f"no answer within {timeout:g} s" if late else f"{type(e).__name__}: {e}"
+    if isinstance(e, TIMEOUTS):
+        return f"no answer within {timeout:g} s"
+    return f"{type(e).__name__}: {e}"

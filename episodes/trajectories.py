@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import data
 import prompts
 from data import DataError
 
-Rule = Literal["em", "f1"]
-F1_SUCCESS = 0.8  # as in DeepSearch-RL
 RESULT = re.compile(  # a search result in an assistant's text
     r"((?<=</search>)\s*(?:<result>.*?</result>|<information>.*?</information>))", re.DOTALL
 )
@@ -57,9 +55,8 @@ def read_conversations(path: str) -> list[list[dict]]:
     for row in read_trajectories(path):
         first, *_, last = row["messages"]
         if first["role"] != "user" or last["role"] != "assistant" or is_blank(last):
-            raise DataError(
-                f"{path}: {row['rollout_id']}: an example must run from a question to its answer"
-            )
+            where = f"{path}: {row['rollout_id']}"
+            raise DataError(f"{where}: an example must run from a question to its answer")
         chats.append(row["messages"])
     return chats
 
@@ -101,19 +98,14 @@ def _chat(messages: list) -> list[dict]:
     for m in messages:
         if not isinstance(m, dict) or not all(isinstance(m.get(k), str | None) for k in TEXTS):
             raise DataError(
-                "messages must be a list of messages with role and content (text), not "
-                f"{str(m)[:80]}"
+                f"messages must be a list of messages with role and content, not {str(m)[:80]}"
             )
         _add_message(chat, m)
     roles = [m["role"] for m in chat]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
-        raise DataError(
-            f"messages must run from a question to an assistant's answer; the roles are {roles}"
-        )
+        raise DataError(f"messages must run from a question to an answer; the roles are {roles}")
     if any(m["role"] == "assistant" and is_blank(m) for m in chat[:-1]):
-        raise DataError(
-            "an assistant's message in the middle is empty; take it out, or cut the chat there"
-        )
+        raise DataError("an assistant's message in the middle is empty; take it out")
     return chat
 
 
@@ -202,8 +194,7 @@ def encode_sampled(tokenizer, row: dict) -> tuple[list[int], list[int]]:
             parts.append((task.wrap(results, task.eos_id), 0))
         elif not last:
             raise DataError(
-                f"{row['rollout_id']}: message {i} is followed by no result; keep what was shown, "
-                "or end the chat there"
+                f"{row['rollout_id']}: message {i} is followed by no result; end the chat there"
             )
     return _join(tokenizer, parts)
 
@@ -248,10 +239,10 @@ def encode_messages(
 # ---- choose
 
 
-def succeeded(row: dict, rule: Rule) -> bool:
-    """Whether EM = 1 or F1 >= 0.8 by `rule`; False after a technical failure."""
+def succeeded(row: dict, rule: str) -> bool:
+    """Whether EM = 1 or F1 >= 0.8 (as in DeepSearch-RL); False after a technical failure."""
     score = (row.get("metric_score") or {}).get(rule) or 0
-    return score >= (1 if rule == "em" else F1_SUCCESS) and not row.get("error")
+    return score >= {"em": 1, "f1": 0.8}[rule] and not row.get("error")
 
 
 def tool_calls(row: dict) -> int:
@@ -275,24 +266,21 @@ CLASSES = {"rounds": rounds, "tool_calls": tool_calls, "type": question_type}
 
 def balance(rows: list[dict], by: str, cap: int, seed: int = 0) -> list[dict]:
     """At most `cap` random rows of each class of CLASSES[by], in order."""
-    groups: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(CLASSES[by](row), []).append(i)
     draw = random.Random(seed)
-    kept = [draw.sample(group, min(cap, len(group))) for _, group in sorted(groups.items())]
-    return [rows[i] for i in sorted(sum(kept, []))]
+    return _of_each(rows, CLASSES[by], lambda group: draw.sample(group, min(cap, len(group))))
 
 
 def first_of_each(rows: list[dict], count: int) -> list[dict]:
     """The first `count` rows of each question."""
-    taken: Counter[str] = Counter()
-    out = []
-    for row in rows:
-        key = question_key(row)
-        taken[key] += 1
-        if taken[key] <= count:
-            out.append(row)
-    return out
+    return _of_each(rows, question_key, lambda group: group[:count])
+
+
+def _of_each(rows: list[dict], key: Callable, choose: Callable) -> list[dict]:
+    """What `choose` takes of the rows with equal keys, in order."""
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(i)
+    return [rows[i] for i in sorted(i for _, g in sorted(groups.items()) for i in choose(g))]
 
 
 def question_key(row: dict) -> str:

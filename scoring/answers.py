@@ -42,6 +42,15 @@ def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str,
         raise DataError(f"{path}: no row with sample {sample}; there must be at least one")
 
 
+def check_types(location: str, row: dict, kinds: dict[str, tuple[type, ...]]) -> None:
+    """DataError for a field that is neither null nor of its types."""
+    for key, kind in kinds.items():
+        value = row.get(key)
+        if value is not None and type(value) not in kind:
+            names = " or ".join(k.__name__ for k in kind)
+            raise DataError(f"{location}: {key} is {str(value)[:60]!r}; it must be {names} or null")
+
+
 @dataclass
 class Prediction:
     """A system's answer to a question; fields that its file lacks are None."""
@@ -54,7 +63,8 @@ class Prediction:
     error: str | None = None  # a technical failure
 
 
-KINDS = {"response": str, "well_formed": bool, "searches": int, "retrieved": list, "error": str}
+KINDS = dict.fromkeys(("response", "error"), (str,))
+KINDS |= {"well_formed": (bool,), "searches": (int,), "retrieved": (list,)}
 
 
 def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
@@ -67,12 +77,7 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
         output = row["output"] if isinstance(row.get("output"), dict) else {}
         found = {key: row.get(key) for key in KINDS}
         found["response"] = row.get("answer", output.get("final_response"))
-        for key, value in found.items():
-            if value is not None and type(value) is not KINDS[key]:
-                raise DataError(
-                    f"{location}: {key} is {str(value)[:60]!r}; it must be a "
-                    f"{KINDS[key].__name__} or null"
-                )
+        check_types(location, found, KINDS)
         if found["retrieved"] is not None:
             found["retrieved"] = as_texts(found["retrieved"])
             if found["retrieved"] is None:
@@ -90,41 +95,27 @@ def read_predictions(path: str, sample: int = 0) -> dict[str, Prediction]:
 
 def score_predictions(
     predictions: dict[str, Prediction], questions: list[Question], golds: dict[str, list[str]]
-) -> dict[str, Scores]:
-    """Return per-question scores in three groups with different denominators.
+) -> Scores:
+    """Return the scores of every question.
 
-    `answers`: all questions; `searches`: those whose searches are counted; `golds`: those with
+    `searches` has a question whose searches are counted; `gold_recall` and `all_gold` one with
     relevant passages in `golds` (id → passage ids), if any prediction has `retrieved`.
     """
     formed = any(p.well_formed is not None for p in predictions.values())
     retrieved = any(p.retrieved is not None for p in predictions.values())
-    groups: dict[str, Scores] = {"answers": {}, "searches": {}, "golds": {}}
+    scores: Scores = {}
     for question in questions:
         found = predictions.get(question.id, Prediction(""))
         row = answer_metrics("" if found.error else found.answer, question.golden_answers)
         if formed:
             row["well_formed"] = float(bool(found.well_formed))
-        groups["answers"][question.id] = row
         if found.searches is not None:
-            groups["searches"][question.id] = {"searches": float(found.searches)}
+            row["searches"] = float(found.searches)
         if retrieved and golds.get(question.id):
             pair = (found.retrieved or [], golds[question.id])
-            row = {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
-            groups["golds"][question.id] = row
-    return groups
-
-
-def count_predictions(
-    predictions: dict[str, Prediction], questions: list[Question]
-) -> dict[str, int]:
-    """Count `questions`, `missing`, `errors`, and `extra` predictions."""
-    known = {question.id for question in questions}
-    return {
-        "questions": len(known),
-        "missing": len(known - predictions.keys()),
-        "errors": sum(bool(p.error) for key, p in predictions.items() if key in known),
-        "extra": len(predictions.keys() - known),
-    }
+            row |= {"gold_recall": gold_recall(*pair), "all_gold": all_gold(*pair)}
+        scores[question.id] = row
+    return scores
 
 
 def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -> None:
@@ -136,8 +127,7 @@ def write_flashrag(folder: str, path: str, predictions: dict[str, Prediction]) -
     items, totals = [], dict.fromkeys(ANSWER_METRICS, 0.0)
     for _, row in read_jsonl(path):
         found = predictions.get(str(row["id"]), Prediction(""))
-        golds = row["golden_answers"]
-        golds = list(map(str, golds)) if isinstance(golds, list) else str(golds)
+        golds = as_texts(row["golden_answers"])
         score = answer_metrics("" if found.error else found.answer, golds, published=True)
         totals = {name: totals[name] + score[name] for name in totals}
         # FlashRAG's zero f1, precision and recall are integers

@@ -21,9 +21,8 @@ def mean(values: Sequence[float | None]) -> float:
 def step_figures(rows: list[dict]) -> dict[str, float]:
     """Compute the metrics of a step from the rollouts of all ranks."""
     scored = [r for r in rows if r["reward"] is not None]
-    flat: dict[int, bool] = {}
-    for r in scored:
-        flat[r["group"]] = flat.get(r["group"], True) and r["advantage"] == 0
+    groups = {r["group"] for r in scored}
+    flat = groups - {r["group"] for r in scored if r["advantage"] != 0}
     n, rewards = max(1, len(scored)), [r["reward"] for r in scored]
     thoughts = [t for r in rows for t in re.findall(r"<think>([^<]*)</think>", r["response"])]
     words = " ".join(thoughts).split()
@@ -32,7 +31,7 @@ def step_figures(rows: list[dict]) -> dict[str, float]:
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
         "format_rate": sum(r["well_formed"] for r in scored) / n,
         **(answer_means(scored) if rows and "f1" in rows[0] else rank_means(scored)),
-        "flat_groups": sum(flat.values()) / max(1, len(flat)),
+        "flat_groups": len(flat) / max(1, len(groups)),
         "response_tokens": mean([r["tokens"] for r in rows]),
         "think_words": len(words) / max(1, len(rows)),
         "think_distinct": len(set(words)) / max(1, len(words)),

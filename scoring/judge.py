@@ -17,7 +17,6 @@ from typing import TextIO
 from data import Question
 from runs import Progress, only_writer, whole_rows, write_jsonl
 from scoring.answers import Prediction
-from scoring.ranking import Scores
 from search.client import RetrieverAway, RetrieverError, Service
 
 PROMPT = """\
@@ -148,10 +147,10 @@ class Judge:
 
     def score(
         self, predictions: dict[str, Prediction], questions: list[Question]
-    ) -> tuple[Scores, int]:
-        """Return {question id: {"judge": 0 or 1}} and the number of questions without a verdict.
+    ) -> dict[str, float]:
+        """Return {question id: 0 or 1}, without questions that have no verdict.
 
-        Questions without an answer, or whose episode failed, score 0 without a request.
+        Those without an answer, or whose episode failed, score 0 without a request.
         """
         said = {key: p.answer.strip() for key, p in predictions.items() if not p.error}
         prompts = {q.id: case_prompt(q, said[q.id]) for q in questions if said.get(q.id)}
@@ -162,9 +161,8 @@ class Judge:
                 f"for them again. The last: {list(failures.values())[-1]}",
                 file=sys.stderr,
             )
-        scores = {
-            q.id: {"judge": float(known.get(prompts.get(q.id)) == "correct")}
+        return {
+            q.id: float(known.get(prompts.get(q.id)) == "correct")
             for q in questions
             if q.id not in prompts or prompts[q.id] in known
         }
-        return scores, len(questions) - len(scores)

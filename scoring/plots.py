@@ -1,6 +1,6 @@
 """SVG plots: curves, stacked layers, intervals and dots.
 
-Pages embed `Picture.figure`, the README files by `standalone`. plots.css has the colours.
+plots.css has the colours.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Sequence
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, HEIGHT = 400, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 390, 20, 164
 POINTS = 300  # most points of a curve
@@ -22,12 +21,10 @@ Points = list[tuple[float, float]]
 
 def asset(name: str) -> str:
     """The text of a file beside this module."""
-    with open(os.path.join(HERE, name), encoding="utf-8") as f:
-        return f.read()
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def number(value: float, percent: bool = False, digits: int = 3) -> str:
-    """Format a number briefly."""
     if percent:
         shown = f"{100 * value:.{digits - 2}f}"
         return (shown.rstrip("0").rstrip(".") if "." in shown else shown) + " %"
@@ -60,8 +57,8 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 def thinned(points: Points) -> Points:
     """Average neighbours to get at most POINTS points."""
-    size = math.ceil(len(points) / POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)] if size else []
+    size = max(1, math.ceil(len(points) / POINTS))
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [tuple(sum(column) / len(part) for column in zip(*part)) for part in parts]
 
 
@@ -96,7 +93,7 @@ class Picture:
         )
         unit = f" <span class=unit>{html.escape(self.unit)}</span>" if self.unit else ""
         note = "Look here. " * alarm + note
-        values, output = "", f"<output>{html.escape(note)}</output>"
+        values = ""
         if self.values:
             data = html.escape(json.dumps(self.values, separators=(",", ":")))
             values = f' tabindex=0 data-values="{data}"'
@@ -105,30 +102,8 @@ class Picture:
             f'<figure{" class=alarm" * alarm} aria-label="{title}"{values}><figcaption>'
             f"<b>{title}</b>{unit}{keys}</figcaption>"
             f'<svg viewBox="0 0 {WIDTH} {self.height}" role=img aria-label="{title}">{self.body}'
-            f"</svg>{output}</figure>"
+            f"</svg><output>{html.escape(note)}</output></figure>"
         )
-
-
-def standalone(pictures: Sequence[Picture], label: str) -> str:
-    """Return an SVG file of pictures side by side; `label` is its aria-label."""
-    parts = []
-    for n, picture in enumerate(pictures):
-        x = n * (WIDTH + 20)
-        parts.append(text(x + 6, 20, picture.title, "head"))
-        parts.append(text(x + WIDTH - 10, 20, picture.unit, "soft end"))
-        left = x + 6.0
-        for colour, name in picture.key:
-            parts.append(f'<rect class="{colour}" x="{left}" y="31" width="10" height="10"/>')
-            parts.append(text(left + 15, 41, name, "soft"))
-            left += 32 + 6.4 * len(name)
-        parts.append(f'<g transform="translate({x} 48)">{picture.body}</g>')
-    width, height = len(pictures) * (WIDTH + 20) - 20, 56 + max(p.height for p in pictures)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'role="img" aria-label="{html.escape(label)}"><style>{asset("plots.css")}</style>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
 
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
@@ -136,22 +111,16 @@ def text(x: float, y: float, words: str, classes: str = "") -> str:
 
 
 class Frame:
-    """Maps data to SVG coordinates; `names` replace the ticks of the y axis."""
+    """Maps data to SVG coordinates; `marks` are the labels of the y axis."""
 
-    def __init__(
-        self,
-        xs: Sequence[float],
-        values: Sequence[float],
-        percent: bool = False,
-        names: Sequence[tuple[float, str]] = (),
-    ):
+    def __init__(self, xs: Sequence[float], values: Sequence[float], percent: bool = False):
         self.x0, self.x1 = min(xs), max(xs)
         low, high = min(values), max(values)
         if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
             low, high = (low - 0.5 * abs(low), high + 0.5 * abs(high)) if high else (0.0, 1.0)
         marks = ticks(low, high)
-        self.marks = list(names) or list(zip(marks, labels(marks, percent)))
-        self.y0, self.y1 = (low - 0.6, high) if names else (marks[0], marks[-1])
+        self.marks = list(zip(marks, labels(marks, percent)))
+        self.y0, self.y1 = marks[0], marks[-1]
 
     def x(self, value: float) -> float:
         if self.x1 == self.x0:
@@ -162,14 +131,12 @@ class Frame:
         return BOTTOM - (BOTTOM - TOP) * (value - self.y0) / (self.y1 - self.y0)
 
     def axes(self) -> str:
-        """Grid lines, y labels and step labels."""
         parts = []
         for mark, name in self.marks:
             y = self.y(mark)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
             parts.append(text(LEFT - 5, y + 4, name, "soft end"))
-        whole = ticks(self.x0, self.x1, 5) if self.x1 > self.x0 else [self.x0]
-        for mark in whole:
+        for mark in ticks(self.x0, self.x1, 5) if self.x1 > self.x0 else [self.x0]:
             if self.x0 <= mark <= self.x1 and mark == round(mark):
                 parts.append(text(self.x(mark), BOTTOM + 18, f"{mark:g}", "soft mid"))
         parts.append(text(LEFT - 5, BOTTOM + 18, "step", "soft end"))
@@ -275,12 +242,10 @@ def stack(
     parts = []
     for i, layer in enumerate(values):
         top = [min(frame.y1, a + b) for a, b in zip(floor, layer)]
-        line = "".join(f"V{frame.y(y):.1f}H{frame.x(x):.1f}" for y, x in zip(top, edges[1:]))
-        back = "".join(
-            f"V{frame.y(y):.1f}H{frame.x(x):.1f}" for y, x in zip(floor[::-1], edges[-2::-1])
-        )
+        corners = zip(top + floor[::-1], edges[1:] + edges[-2::-1])
+        line = "".join(f"V{frame.y(y):.1f}H{frame.x(x):.1f}" for y, x in corners)
         start = f"M{frame.x(edges[0]):.1f} {frame.y(floor[0]):.1f}"
-        parts.append(f'<path class="{colour}{i}" d="{start}{line}{back}Z"/>')
+        parts.append(f'<path class="{colour}{i}" d="{start}{line}Z"/>')
         floor = top
     read = {name: list(zip(steps, layer)) for name, layer in zip(layers, values) if any(layer)}
     key = [(f"{colour}{i}", name) for i, name in enumerate(layers) if name in read]
@@ -293,7 +258,9 @@ def dots(
 ) -> Picture:
     """Plot (step, height, band) as dots, equal ones side by side; `names` label the heights."""
     first, last = min(p[0] for p in points), max(p[0] for p in points)
-    frame = Frame([first - 0.5, last + 0.5], [y for y, _ in names], names=names)
+    heights = [y for y, _ in names]
+    frame = Frame([first - 0.5, last + 0.5], heights)
+    frame.marks, frame.y0, frame.y1 = names, min(heights) - 0.6, max(heights)
     steps = sorted({p[0] for p in points})
     room = min((b - a for a, b in zip(steps, steps[1:])), default=1) / max(1, frame.x1 - frame.x0)
     gap = min(7.0, (RIGHT - LEFT) * room / 9)
@@ -309,14 +276,13 @@ def dots(
 
 def intervals(
     title: str,
-    rows: Sequence[tuple[str, Sequence[tuple[float | None, Sequence[float] | None]]]],
+    rows: Sequence[tuple[str, Sequence[tuple[float, Sequence[float] | None]]]],
     names: Sequence[str] = (),
 ) -> Picture:
     """Plot shares; rows are (label, (value, (low, high) or None) for each of `names`)."""
     edges = [v for _, cells in rows for value, ci in cells for v in (value, *(ci or ()))]
-    edges = [v for v in edges if v is not None] or [0.0]
-    low = min(0.0, *edges)
-    marks = ticks(low, max(edges) if max(edges) > low else low + 1)
+    low, high = min(0.0, *edges), max(edges)
+    marks = ticks(low, high if high > low else low + 1)
 
     def x(value: float) -> float:
         return 20 + (WIDTH - 40) * (value - marks[0]) / (marks[-1] - marks[0])
@@ -330,8 +296,6 @@ def intervals(
         parts.append(text(20, tall * n + 16, label if len(label) < 32 else label[:30] + "…"))
         for i, (value, ci) in enumerate(cells):
             y = tall * n + 27 + 11 * i
-            if value is None:
-                continue
             if ci:
                 parts.append(f'<path class="whisker s{i}" d="M{x(ci[0]):.1f} {y}H{x(ci[1]):.1f}"/>')
             parts.append(f'<circle class="f{i}" cx="{x(value):.1f}" cy="{y}" r="4.5"/>')

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytrec_eval
@@ -20,7 +20,7 @@ from runs import atomic_write
 
 Run = dict[str, list[tuple[str, float]]]  # query id → (passage id, score)
 Qrels = dict[str, dict[str, int]]  # query id → passage id → gain
-Scores = dict[str, dict[str, float]]  # query id → metric → value
+Scores = dict[str, dict[str, float]]  # query id → metric → value, where it has one
 
 METRICS = ("mrr", "mrr@3", "ndcg@3", "recall@5", "recall@10", "recall@20", "recall@100")
 DEPTH = 100  # results scored per query
@@ -87,9 +87,7 @@ def read_golds(paths: list[str], passage_ids=None) -> dict[str, list[str]]:
         if not wanted:
             raise DataError(f"{path}: no passage has a gain above 0; give qrels with gold passages")
         if passage_ids is not None and (foreign := wanted - (wanted & passage_ids)):
-            raise DataError(
-                f"{path}: gold passage {min(foreign)!r} is not in the index; give its own qrels"
-            )
+            raise DataError(f"{path}: passage {min(foreign)!r} is not in the index; give its qrels")
         golds |= {q: passages for q, passages in own.items() if passages}
     return golds
 
@@ -104,15 +102,11 @@ def rank_results(query: str, results: list[tuple[str, float]]) -> list[tuple[str
     """Sort results, best first; DataError for a NaN score or a repeated passage."""
     ranked = sorted(((float(score), passage) for passage, score in results), reverse=True)
     if any(math.isnan(score) for score, _ in ranked):
-        raise DataError(
-            f"query {query!r} has a score NaN, which is a failed search: search it again"
-        )
+        raise DataError(f"query {query!r} has a score NaN, a failed search: search it again")
     counts = Counter(passage for _, passage in ranked)
     if len(counts) < len(ranked):
         passage, times = counts.most_common(1)[0]
-        raise DataError(
-            f"passage {passage!r} occurs {times} times in the results of query {query!r}"
-        )
+        raise DataError(f"passage {passage!r} occurs {times} times for query {query!r}")
     return [(passage, score) for score, passage in ranked]
 
 
@@ -123,9 +117,7 @@ def write_run(path: str, run: Run, tag: str = "nanosearch-r1") -> None:
             for rank, (passage, score) in enumerate(rank_results(query, results), 1):
                 columns = (query, "Q0", passage, str(rank), repr(score), tag)
                 if odd := [column for column in columns if column.split() != [column]]:
-                    raise DataError(
-                        f"{path}: {odd[0]!r} cannot be a column of a TREC file; remove its blanks"
-                    )
+                    raise DataError(f"{path}: {odd[0]!r} is no TREC column; remove its blanks")
                 f.write(" ".join(columns) + "\n")
 
 
@@ -138,8 +130,8 @@ def best_passages(run: Run) -> Run:
             document, dash, number = passage.rpartition("-")
             if not dash or not number.isdigit():
                 raise DataError(
-                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N; documents=true "
-                    "needs the passage ids that prepare.py cast21 makes"
+                    f"passage {passage!r} of query {query!r} is not DOCUMENT-N, as documents=true "
+                    "needs it (prepare.py cast21)"
                 )
             best[document] = None
         # scores by place keep the order of ties
@@ -183,14 +175,12 @@ def evaluate_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> dict[str, fl
     return means(score_run(run, qrels, relevant_from)) | counts
 
 
-def all_gold_scores(run: Run, qrels: Qrels) -> Scores:
-    """Return all_gold@10 of each query with gold passages: 1.0 if all are in the top ten."""
-    out: Scores = {}
+def add_all_gold(scores: Scores, run: Run, qrels: Qrels) -> None:
+    """Add all_gold@10 to queries with gold passages: 1.0 if all are in the top ten."""
     for query, gains in qrels.items():
         if golds := [passage for passage, gain in gains.items() if gain > 0]:
             first = [passage for passage, _ in rank_results(query, run.get(query, []))[:10]]
-            out[query] = {"all_gold@10": all_gold(first, golds)}
-    return out
+            scores[query]["all_gold@10"] = all_gold(first, golds)
 
 
 def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, float | int]:
@@ -207,28 +197,37 @@ def paper_protocol(scores: Scores, run: Run, unparsed: set[str]) -> dict[str, fl
 # ------------------------------------------------------------------------------ intervals and tests
 
 
-def matrix(scores: Scores) -> tuple[list[str], np.ndarray]:
-    """Return metric names (m) and values (Q, m); DataError if empty."""
-    if not scores:
+def _parts(scores: Scores) -> Iterator[tuple[list[str], Sequence[str], np.ndarray]]:
+    """Yield (metrics (m), their queries (Q), values (Q, m)), metrics of the same queries together;
+    DataError if there are none."""
+    queries: dict[str, list[str]] = {}
+    for query, row in scores.items():
+        for name in row:
+            queries.setdefault(name, []).append(query)
+    if not queries:
         raise DataError("there are no queries to average over; the qrels must hold at least one")
-    names = list(next(iter(scores.values())))
-    return names, np.array([[row[name] for name in names] for row in scores.values()])
+    parts: dict[tuple[str, ...], list[str]] = {}
+    for name, own in queries.items():
+        parts.setdefault(tuple(own), []).append(name)
+    for own, names in parts.items():
+        yield names, own, np.array([[scores[query][name] for name in names] for query in own])
 
 
 def means(scores: Scores) -> dict[str, float]:
-    """Average each metric over all queries."""
-    names, values = matrix(scores)
-    return dict(zip(names, values.mean(axis=0).tolist()))
+    """Average each metric over the queries that have it."""
+    found: dict[str, float] = {}
+    for names, _, values in _parts(scores):
+        found |= zip(names, values.mean(axis=0).tolist())
+    return found
 
 
 def _units(
-    scores: Scores, values: np.ndarray, clusters: dict[str, str] | None
+    queries: Sequence[str], values: np.ndarray, clusters: dict[str, str] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums (C, m) of `values` (Q, m) and sizes (C) per cluster; others are their own."""
-    clusters = clusters or {}
-    labels = [(query in clusters, clusters.get(query, query)) for query in scores]
-    number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
-    index = np.array([number[label] for label in labels])
+    clusters, number = clusters or {}, {}
+    labels = [(query in clusters, clusters.get(query, query)) for query in queries]
+    index = np.array([number.setdefault(label, len(number)) for label in labels])
     sums = np.zeros((len(number), values.shape[1]))
     np.add.at(sums, index, values)
     return sums, np.bincount(index).astype(float)
@@ -264,8 +263,10 @@ def bootstrap_interval(
 
     clusters: query id → conversation id, to draw whole conversations. None for a single unit.
     """
-    names, values = matrix(scores)
-    return dict(zip(names, _bootstrap(*_units(scores, values, clusters), samples, seed)))
+    found: dict[str, list[float] | None] = {}
+    for names, queries, values in _parts(scores):
+        found |= zip(names, _bootstrap(*_units(queries, values, clusters), samples, seed))
+    return found
 
 
 def paired_test(
@@ -275,27 +276,32 @@ def paired_test(
     samples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Return {"difference", "ci", "p"} of each metric: mean of `scores` minus that of `baseline`.
+    """Return {"difference", "ci", "p"} of each metric: mean of `scores` minus that of `baseline`,
+    over the queries that have it in both.
 
     Two-sided p from random sign flips of queries or clusters, uncorrected for several metrics:
     (1 + flips at least as far from 0) / (1 + samples). DataError: the queries differ.
     """
     if odd := scores.keys() ^ baseline.keys():
-        raise DataError(
-            f"query {min(odd)!r} is scored for one system only; score both against the same qrels"
-        )
-    names, values = matrix(scores)
-    differences = values - np.array([[baseline[query][name] for name in names] for query in scores])
-    sums, sizes = _units(scores, differences, clusters)
-    observed = sums.sum(axis=0)  # (m)
-    generator = np.random.default_rng(seed)
-    as_far = np.zeros(len(names))
-    for drawn in _pieces(samples, len(sums)):
-        signs = generator.integers(0, 2, (drawn, len(sums)), dtype=np.int8) * 2.0 - 1.0
-        # tolerates rounding of sums
-        as_far += (np.abs(signs @ sums) >= np.abs(observed) - 1e-9).sum(axis=0)
-    found = zip(observed / sizes.sum(), _bootstrap(sums, sizes, samples, seed), as_far)
-    return {
-        name: {"difference": float(d), "ci": ci, "p": (1 + float(flips)) / (1 + samples)}
-        for name, (d, ci, flips) in zip(names, found)
+        raise DataError(f"query {min(odd)!r} is scored for one system only; use the same qrels")
+    differences = {
+        query: {
+            name: v - baseline[query][name] for name, v in row.items() if name in baseline[query]
+        }
+        for query, row in scores.items()
     }
+    tests: dict[str, dict] = {}
+    for names, queries, values in _parts(differences):
+        sums, sizes = _units(queries, values, clusters)
+        observed = sums.sum(axis=0)  # (m)
+        generator = np.random.default_rng(seed)
+        as_far = np.zeros(len(names))
+        for drawn in _pieces(samples, len(sums)):
+            signs = generator.integers(0, 2, (drawn, len(sums)), dtype=np.int8) * 2.0 - 1.0
+            # tolerates rounding of sums
+            as_far += (np.abs(signs @ sums) >= np.abs(observed) - 1e-9).sum(axis=0)
+        found = zip(names, observed / sizes.sum(), _bootstrap(sums, sizes, samples, seed), as_far)
+        for name, d, ci, flips in found:
+            p = (1 + float(flips)) / (1 + samples)
+            tests[name] = {"difference": float(d), "ci": ci, "p": p}
+    return tests

@@ -16,26 +16,34 @@ import statistics
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import yaml
+from tqdm import tqdm
 
 from data import DataError, item_id, read_corpus, read_jsonl, read_lines, read_questions, read_turns
 from runs import atomic_write, read_json, read_metrics
 from scoring import plots
+from scoring.answers import check_types
 from scoring.plots import Picture, Series, number
 
 BESIDE = "report_rollouts"
+SCORES = {"rank": (int,), "f1": (int, float), "reward": (int, float)}  # of a rollout
 PAGE_BYTES = 16 << 20  # rollouts embedded at most
 CORPUS_BYTES = 256 << 20  # larger corpora are not read
 RANKS = ("rank 1", "rank 2–3", "rank 4–10", "rank 11–100", "not found", "malformed", "failed")
 ANSWERS = ("F1 1", "F1 0.5 to 1", "F1 below 0.5", "", "F1 0", "malformed", "failed")
-GOALS = {"dev_mrr": max, "dev_f1": max, "heldout_loss": min}  # which value is better
+# name, and which value is better
+GOALS = {
+    "dev_mrr": ("dev MRR", max),
+    "dev_f1": ("dev F1", max),
+    "heldout_loss": ("heldout loss", min),
+}
 SHARES = re.compile(
     r"(dev_)?(mrr|hit|ndcg|recall|format|em$|f1|gold_recall|all_gold|end_)|flat_|clipped|length_s"
     r"|heldout_acc|think_d"
 )
-INSIDE = {"seconds_search"}  # part of seconds_sample
+SHOWN = ("context", "question", "answer", "rewrite", "golden_answers")  # of a prompt
 
 
 @dataclass
@@ -82,7 +90,7 @@ def read_log(folder: str) -> Log:
 
 
 def band(row: dict) -> int | None:
-    """Return the rollout's index in RANKS or ANSWERS, or None if its row has no score."""
+    """The rollout's index in RANKS or ANSWERS, or None if its row has no score."""
     if row.get("reward") is None:
         return 6
     if not row.get("well_formed", True):
@@ -99,14 +107,15 @@ def step_files(folder: str) -> dict[int, str]:
     """Map steps to rollout files."""
     inside = os.path.join(folder, "rollouts")
     names = sorted(os.listdir(inside)) if os.path.isdir(inside) else []
-    found = {name: re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names}
-    return {int(m[1]): os.path.join(inside, name) for name, m in found.items() if m}
+    found = filter(None, (re.fullmatch(r"step_(\d+)\.jsonl", name) for name in names))
+    return {int(match[1]): os.path.join(inside, match[0]) for match in found}
 
 
 def groups(path: str) -> list[dict]:
     """Read a step's groups as {id, rows}, with a `band` in each row."""
     found: dict[tuple, dict] = {}
-    for _, row in read_jsonl(path):
+    for line, row in read_jsonl(path):
+        check_types(f"{path}:{line}", row, SCORES)
         name = str(row.pop("query_id", ""))
         key = (name, str(row.pop("group", "")))
         found.setdefault(key, {"id": name, "rows": []})["rows"].append(row | {"band": band(row)})
@@ -120,7 +129,7 @@ def packed(log: Log) -> Iterator[tuple[int, str]]:
         parts = groups(path)
         for group in parts:
             group |= {"prompt": log.prompts.get(group["id"])}
-            rewards = [r["reward"] for r in group["rows"] if type(r.get("reward")) in (int, float)]
+            rewards = [r["reward"] for r in group["rows"] if r.get("reward") is not None]
             if rewards:
                 seen = log.rewards.setdefault(group["id"], [])
                 seen.append((step, sum(rewards) / len(rewards)))
@@ -135,25 +144,25 @@ def packed(log: Log) -> Iterator[tuple[int, str]]:
 
 def read_prompts(config: dict) -> dict[str, dict]:
     """Map prompt ids to conversation, question and golds; {} if `train` can't be read."""
-    train, retriever = str(config.get("train") or ""), config.get("retriever") or {}
+    read = read_turns if config.get("task", "rewrite") == "rewrite" else read_questions
     try:
-        items = read_turns(train) if config.get("task", "rewrite") == "rewrite" else None
-        items = read_questions(train) if items is None else items
+        items = read(str(config.get("train") or ""))
     except (OSError, DataError):
         return {}
-    golds = {gold for item in items for gold in getattr(item, "gold_ids", ())}
-    texts = gold_texts(retriever, golds) if golds else {}
+    golds = {item_id(item): getattr(item, "gold_ids", []) for item in items}
+    texts = gold_texts(config.get("retriever") or {}, {g for own in golds.values() for g in own})
     prompts = {}
     for item in items:
-        prompt = {key: value for key, value in asdict(item).items() if value}
-        known = [{"id": gold, **texts.get(gold, {})} for gold in prompt.get("gold_ids", ())]
-        keys = ("context", "question", "answer", "rewrite", "golden_answers")
-        prompts[item_id(item)] = {k: prompt[k] for k in keys if k in prompt} | {"golds": known}
+        prompt = {key: value for key, value in vars(item).items() if key in SHOWN and value}
+        known = [{"id": gold, **texts.get(gold, {})} for gold in golds[item_id(item)]]
+        prompts[item_id(item)] = prompt | {"golds": known}
     return prompts
 
 
 def gold_texts(retriever: dict, golds: set[str]) -> dict[str, dict]:
     """Map passage ids to title and text; {} if the corpus is unreadable or too large."""
+    if not golds:
+        return {}
     try:
         corpus, index = retriever.get("corpus"), retriever.get("index")
         if not corpus and index:
@@ -214,23 +223,20 @@ def tile(name: str, start: str, end: str, note: str) -> str:
 def worked(log: Log) -> str:
     """Tiles and curves that show whether training worked."""
     tiles, drawn = [], []
-    goal = next((key for key in GOALS if key in log.series), None)
-    if goal:
-        points, share = log.series[goal], is_share(goal)
+    if goal := next((key for key in GOALS if key in log.series), None):
         log.shown.add(goal)
-        value = GOALS[goal](y for _, y in points)
-        step = next(x for x, y in points if y == value)
-        name = goal.replace("dev_mrr", "dev MRR").replace("dev_f1", "dev F1").replace("_", " ")
-        once, end = len(points) == 1, points[-1]
-        last = f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > step else ", the last"
-        note = f"best at step {step}{last}"
-        if step == points[0][0]:
+        points, share, (name, choose) = log.series[goal], is_share(goal), GOALS[goal]
+        best, once, end = choose(points, key=lambda point: point[1]), len(points) == 1, points[-1]
+        last = (
+            f"; {number(end[1], share)} at the last, {end[0]}" if end[0] > best[0] else ", the last"
+        )
+        note = f"best at step {best[0]}{last}"
+        if best == points[0]:
             note = "a single validation" if once else f"no better than at first; {note}"
         start = "" if once else number(points[0][1], share)
-        tiles.append(tile(name, start, number(value, share), note))
+        tiles.append(tile(name, start, number(best[1], share), note))
         line = [Series(goal, points, dots=True)]
-        best = None if once else (step, value)
-        drawn.append(plots.curves(name, line, share, best=best))
+        drawn.append(plots.curves(name, line, share, best=None if once else best))
     if reward := log.series.get("reward"):
         log.shown.add("reward")
         (a, e), (b, f) = (plots.mean_and_error(tenth(reward, last)) for last in (False, True))
@@ -240,17 +246,14 @@ def worked(log: Log) -> str:
         once = len(reward) == 1
         tiles.append(tile("reward", "" if once else f"{a:.2f}", f"{b:.2f}", note))
         drawn.append(plots.trend("Reward", reward, "mean of the rollouts"))
-    for key, name in (
-        ("format_rate", "format rate"),
-        ("hit@1", "at rank 1"),
-        ("em", "exact match"),
-    ):
+    names = {"format_rate": "format rate", "hit@1": "at rank 1", "em": "exact match"}
+    for key, name in names.items():
         if points := log.series.get(key):
             a, b = (number(statistics.fmean(tenth(points, last)), True) for last in (False, True))
             tiles.append(tile(name, a if len(points) > 1 else "", b, "of the sampled responses"))
     figures = "".join(picture.figure() for picture in drawn)
-    tiles = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
-    return tiles + pictures(log, "Did it work?", figures)
+    above = f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
+    return above + pictures(log, "Did it work?", figures)
 
 
 def changed(log: Log) -> str:
@@ -276,10 +279,8 @@ def choose_followed(log: Log) -> dict[str, str]:
     often.sort(key=lambda name: log.rewards[name][0][1] - log.rewards[name][-1][1])
     if not often:
         return {}
-    typical, lost = often[len(often) // 2], often[-1]
-    return {typical: "a typical one", lost: "the one that lost most"} | {
-        often[0]: "the one that gained most"
-    }
+    chosen = {often[len(often) // 2]: "a typical one", often[-1]: "the one that lost most"}
+    return chosen | {often[0]: "the one that gained most"}
 
 
 def reward_of(row: dict) -> float:
@@ -299,15 +300,11 @@ def appearances(log: Log, name: str) -> dict[int, list[dict]]:
 def followed_picture(found: dict[int, list[dict]], title: str) -> Picture:
     """Plot every response as a dot, by step and by rank or F1."""
     names = [(0, "1"), (-1, "2–3"), (-2, "4–10"), (-3, "–100"), (-4, "none"), (-5, "form")]
-    if any("f1" in row for rows in found.values() for row in rows):
+    shown = [(step, row) for step, rows in found.items() for row in rows]
+    if any("f1" in row for _, row in shown):
         names = [(0, "F1 1"), (-1, "≥ 0.5"), (-2, "> 0"), (-4, "0"), (-5, "form")]
-    dots = [
-        (step, -min(row["band"], 5), row["band"])
-        for step, rows in found.items()
-        for row in rows
-        if row["band"] is not None
-    ]
-    return plots.dots(title, dots, names)
+    bands = [(step, row["band"]) for step, row in shown if row["band"] is not None]
+    return plots.dots(title, [(step, -min(band, 5), band) for step, band in bands], names)
 
 
 def wording(row: dict) -> str:
@@ -343,33 +340,29 @@ def followed_section(log: Log, words: str, name: str) -> str:
 
 def timing(log: Log) -> str:
     """A chart and a table of the seconds of each phase."""
-    names = [k for k in log.series if k.startswith("seconds") and k not in INSIDE]
+    # seconds_search is a part of seconds_sample
+    names = [k for k in log.series if k.startswith("seconds") and k != "seconds_search"]
     if not names:
         return ""
     log.shown.update(names)
     values = {name: dict(log.series[name]) for name in names}
-    steps = sorted({int(x) for name in names for x in values[name]})
-    label = {name: name.removeprefix("seconds_") for name in names}
-    layers = {label[name]: [values[name].get(step, 0.0) for step in steps] for name in names}
+    steps = sorted({int(x) for seconds in values.values() for x in seconds})
+    layers = {
+        name.removeprefix("seconds_"): [seconds.get(step, 0.0) for step in steps]
+        for name, seconds in values.items()
+    }
     whole = sum(map(sum, layers.values())) or 1.0
     rows = "".join(
         f"<tr><th scope=row>{name}<td>{number(sum(layer) / whole, True)}<td>"
-        f"{number(statistics.median(layer))} s<td>{clock(sum(layer))}"
+        f"{number(statistics.median(layer))} s<td>{tqdm.format_interval(sum(layer))}"
         for name, layer in layers.items()
     )
     picture = plots.stack("Seconds of a step", steps, layers, unit="s").figure(
         "Columns that stand out, such as a first step that compiles, are cut off."
     )
-    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>in all"
-    foot = f"<tr><th scope=row>all<td>100 %<td><td>{clock(whole)}"
+    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>h:min:s"
+    foot = f"<tr><th scope=row>all<td>100 %<td><td>{tqdm.format_interval(whole)}"
     return f"<div class=grid>{picture}<table>{head}{rows}{foot}</table></div>"
-
-
-def clock(seconds: float) -> str:
-    minutes = seconds / 60
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def others(log: Log) -> str:

@@ -620,18 +620,12 @@ def test_depth_and_topic_switch():
     random.Random(0).shuffle(
         turns
     )  # turn 10 comes after turn 9, whatever the order and the strings say
-    depth, topic = breakdown.by_depth(turns), breakdown.by_topic(turns, {})
-    assert (depth["c_1"], depth["c_9"], depth["c_10"], depth["c_11"], depth["c_13"]) == (
-        "1",
-        "9",
-        "10",
-        "11+",
-        "11+",
-    )
+    topic = breakdown.by_topic(turns, {})
     found = [topic[f"c_{n}"] for n in range(1, 14)]
     assert found == ["first turn", "same topic", *["topic switch"] * 4, *["same topic"] * 7]
-    labels = list(breakdown.groups(turns, "", list(depth))["depth"])
-    assert labels == [*map(str, range(1, 11)), "11+"]
+    depth = breakdown.groups(turns, "", [f"c_{n}" for n in range(1, 14)])["depth"]
+    assert list(depth) == [*map(str, range(1, 11)), "11+"]
+    assert depth["1"] == ["c_1"] and depth["11+"] == ["c_11", "c_12", "c_13"]
 
 
 def test_gold_titles_tell_switches_where_there_is_no_topic(tmp_path):
@@ -643,18 +637,15 @@ def test_gold_titles_tell_switches_where_there_is_no_topic(tmp_path):
         ),
     )
     turns = conversation("c", [None] * 5, ["1", "2", "3", "4", "3"])
-    titles = breakdown.gold_titles(str(tmp_path / "c.jsonl"), turns)
-    assert titles == {"1": "Lima", "2": "Lima", "3": "Peru"}
-    found = breakdown.by_topic(turns, titles)
-    assert list(found.values()) == [
-        "first turn",
-        "same topic",
-        "topic switch",
-        "unknown",
-        "unknown",
-    ]
+    queries = [turn.query_id for turn in turns]
+    assert breakdown.groups(turns, str(tmp_path / "c.jsonl"), queries)["topic"] == {
+        "first turn": ["c_1"],
+        "same topic": ["c_2"],
+        "topic switch": ["c_3"],
+        "unknown": ["c_4", "c_5"],
+    }
     late = turns[2:3]  # what went before it is not in the file
-    assert breakdown.by_topic(late, titles) == {"c_3": "unknown"}
+    assert breakdown.by_topic(late, {"3": "Peru"}) == {"c_3": "unknown"}
 
 
 def test_groups_are_means_of_their_queries_with_tables(tmp_path, capsys):

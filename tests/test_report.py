@@ -303,9 +303,12 @@ def test_rows_without_id_number_ids_and_null_figures(tmp_path):
     for change, message in [
         ({"id": None}, "question None is not in"),
         ({"id": 7}, "question 7 is not in"),
-        ({"metric_score": {"em": "1"}}, "metric_score.em must be a number"),
-        ({"rounds": "2"}, "rounds must be of type int"),
-        ({"metric_score": [1]}, "metric_score must be of type dict"),
+        ({"metric_score": {"em": "1"}}, "em is '1'; it must be int or float or null"),
+        ({"response_meta": {"usage": [1]}}, "usage is '.1.'; it must be dict or null"),
+        ({"response_meta": {"usage": {"total_tokens": "7"}}}, "total_tokens is '7'"),
+        ({"well_formed": "yes"}, "well_formed is 'yes'"),
+        ({"rounds": "2"}, "rounds is '2'; it must be int or null"),
+        ({"metric_score": [1]}, "it must be dict or null"),
     ]:
         write_jsonl(str(path), [rows[0] | change])
         with pytest.raises(data.DataError, match=message):
@@ -438,7 +441,7 @@ def test_page_of_a_run(tmp_path):
         "reward 0.30 → 4.80 mean of the first and of the last 5 of 50 steps: +4.50 ± 0.20 (95 %)",
         "format rate 90 % → 90 %",
         "Always the same: clipped 0.",
-        "sample 75 % 3 s 2 min",
+        "sample 75 % 3 s 02:30",
         "lr: 1e-6",
         "model: <x>",
         "best: 40 % at step 25",
@@ -556,6 +559,12 @@ def test_many_rollouts_lie_beside_the_page(tmp_path, monkeypatch):
     monkeypatch.undo()
     page_of(folder)
     assert not (folder / run_page.BESIDE).exists()
+
+
+def test_a_rollout_of_another_form_is_named(tmp_path):
+    rollouts = {1: [rollout(), rollout(rank="7")]}
+    with pytest.raises(data.DataError, match="step_000001.jsonl:2: rank is '7'; it must be int"):
+        page_of(run_folder(tmp_path / "run", [{"step": 1, "reward": 1.0}], rollouts))
 
 
 def test_prompts_that_are_followed(tmp_path):
