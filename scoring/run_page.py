@@ -360,7 +360,7 @@ def timing(log: Log) -> str:
     picture = plots.stack("Seconds of a step", steps, layers, unit="s").figure(
         "Columns that stand out, such as a first step that compiles, are cut off."
     )
-    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>h:min:s"
+    head = "<tr><th scope=col>phase<th scope=col>share<th scope=col>median<th scope=col>time"
     foot = f"<tr><th scope=row>all<td>100 %<td><td>{tqdm.format_interval(whole)}"
     return f"<div class=grid>{picture}<table>{head}{rows}{foot}</table></div>"
 

@@ -363,7 +363,9 @@ def test_parts_of_a_corpus_are_its_slices(tmp_path, monkeypatch):
     corpora = Corpus(given), Corpus(str(path))
     for corpus in corpora:
         for start, stop in ((0, 40), (0, 7), (6, 8), (7, 14), (13, 30), (39, 40)):
-            part = pickle.loads(pickle.dumps(corpus.part(range(start, stop))))  # as a process gets it
+            part = pickle.loads(
+                pickle.dumps(corpus.part(range(start, stop)))
+            )  # as a process gets it
             assert list(part) == given[start:stop]
     assert len({(corpus.count, corpus.digest) for corpus in corpora}) == 1
 
