@@ -364,7 +364,7 @@ def run(
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except BaseException as e:
         status, reason = exit_reason(e)
-        if note and status != 0:
+        if note and status != 0 and getattr(e, "leaves_note", True):
             # "x": of several processes the first one's reason is the cause
             with contextlib.suppress(OSError), open(note, "x", encoding="utf-8") as f:
                 rank = os.environ.get("RANK", "0")

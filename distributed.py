@@ -138,6 +138,15 @@ def on_rank_0(function: Callable, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
+def held_by_rank_0(manager: contextlib.AbstractContextManager) -> Iterator[None]:
+    """Run the block within a context that rank 0 enters; all ranks raise its error (a
+    collective)."""
+    with contextlib.ExitStack() as stack:
+        on_rank_0(stack.enter_context, manager)
+        yield
+
+
+@contextlib.contextmanager
 def in_turn() -> Iterator[None]:
     """Run the block in one process per host at a time (a collective): to load models in turn."""
     turn = int(os.environ.get("LOCAL_RANK", 0))

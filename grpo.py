@@ -429,7 +429,8 @@ def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary (rank 0)."""
     dist = distributed.setup()
     run = start(cfg, dist)
-    with runs.only_writer(cfg.out, rank=dist.rank), distributed.noted_signals() as noted:
+    lock = distributed.held_by_rank_0(runs.only_writer(cfg.out))
+    with lock, distributed.noted_signals() as noted:
         row = training.resume(run)
         sync_engine(run)
         training.steps(run, row, logged_step, validate, noted)

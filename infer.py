@@ -172,7 +172,7 @@ def sample_left(
 
 def parts_of(output: str) -> list[str]:
     """The files that an unfinished run left beside its output."""
-    return sorted(glob.glob(f"{glob.escape(output)}.rank*"))
+    return sorted(glob.glob(f"{glob.escape(output)}.rank[0-9][0-9][0-9]"))
 
 
 def begin(cfg: InferConfig, task: Task) -> None:
@@ -229,7 +229,7 @@ def respond(
 ) -> tuple[list[dict], dict]:
     """Complete `cfg.out`; returns all lines and the summary (a collective)."""
     folder, name = os.path.split(os.path.abspath(cfg.out))
-    with runs.only_writer(folder, name, dist.rank):
+    with distributed.held_by_rank_0(runs.only_writer(folder, name)):
         tokenizer = load_tokenizer(cfg.model)
         task, prompts = open_prompts(cfg, items, tokenizer)
         distributed.on_rank_0(begin, cfg, task)

@@ -92,16 +92,19 @@ def read_json(path: str) -> data.Row | None:
         return data.parse_object(f.read(), path)
 
 
+class FolderInUse(DataError):
+    """Another process writes here; its folder is left as it is."""
+
+    leaves_note = False  # config.run
+
+
 @contextlib.contextmanager
-def only_writer(folder: str, name: str = "", rank: int = 0):
+def only_writer(folder: str, name: str = ""):
     """Lock `folder`, or output `name` in it, and remove temporary files of killed processes.
 
-    Rank 0 takes an flock on the folder or `<name>.lock`; DataError if another process has it. A
+    It takes an flock on the folder or `<name>.lock`; FolderInUse if another process has it. A
     folder created here is removed if it stays empty.
     """
-    if rank:
-        yield
-        return
     made = not os.path.isdir(folder)
     if made and os.path.exists(folder):
         raise DataError(f"{folder} is a file; name a folder")
@@ -113,7 +116,7 @@ def only_writer(folder: str, name: str = "", rank: int = 0):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise DataError(
+            raise FolderInUse(
                 f"another process is writing {os.path.join(folder, name).rstrip('/')}; wait for "
                 "it, or choose another name"
             ) from e
@@ -184,10 +187,10 @@ def read_metrics(path: str) -> list[data.Row]:
     return rows
 
 
-def begin_metrics(path: str, last: int | None) -> list[dict]:
-    """Truncate a log after step `last` (None: entirely); returns the rows."""
-    rows = [row for row in read_metrics(path) if row["step"] <= last] if last is not None else []
-    write_jsonl(path, rows)
+def begin_metrics(path: str, step: int | None) -> list[dict]:
+    """Truncate a log before `step` (None: entirely); returns the rows with that of `step`."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step] if step is not None else []
+    write_jsonl(path, (row for row in rows if row["step"] != step))
     return rows
 
 
@@ -202,27 +205,33 @@ def append_metrics(path: str, row: dict) -> None:
 def keep_steps(folder: str, done: int) -> None:
     """Remove all rollout files but the complete ones of steps 1 to `done`."""
     kept = {f"step_{step:06d}.jsonl" for step in range(1, done + 1)}
-    for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
+    for path in glob.glob(os.path.join(glob.escape(folder), "step_[0-9]*")):
         if os.path.basename(path) not in kept:
             os.remove(path)
+
+
+BESIDE = r".*\.(jsonl(\..*)?|md|html|yaml|log|lock|tmp)"  # files that change no model or index
 
 
 def fingerprint(path: str) -> str:
     """Digest of a file, or of a folder's files (no subfolders) and an adapter's base model.
 
-    Of each file it reads name, size and about 64 evenly spaced blocks of 64 KiB (training changes
-    all weights). A path without files, such as a hub name, is returned.
+    It reads size and evenly spaced blocks of 64 KiB: a file whole up to 256 MiB, 64 blocks of each
+    file of a folder (training changes all weights), and its name. A path without files, such as a
+    hub name, is returned.
     """
     inside = glob.glob(os.path.join(glob.escape(path), "*")) if path else []
-    names = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, inside))
+    names = [p for p in sorted(inside) if os.path.isfile(p) and not re.fullmatch(BESIDE, p)]
+    digest, block, most = hashlib.sha256(), 1 << 16, 64
+    if os.path.isfile(path):
+        names, most = [path], 4096
     if not names:
         return path
-    digest, block = hashlib.sha256(), 1 << 16
     for name in names:
         size = os.path.getsize(name)
-        digest.update(f"{os.path.basename(name)} {size}\n".encode())
+        digest.update(f"{os.path.basename(name) if inside else ''} {size}\n".encode())
         with open(name, "rb") as f:
-            for start in range(0, size, max(block, size // 64)):
+            for start in range(0, size, max(block, size // most)):
                 f.seek(start)
                 digest.update(f.read(block))
     if adapter := read_json(os.path.join(path, "adapter_config.json")):
@@ -230,43 +239,50 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def path_with_digest(path: str) -> list[str]:
-    """A file or folder as a setting: [path, digest]."""
-    return [path, fingerprint(path)]
+def path_with_digest(path: str | list[str]) -> dict:
+    """A file or folder, or several, as a setting."""
+    if isinstance(path, str):
+        return {"path": path, "digest": fingerprint(path)}
+    return {"path": ",".join(path), "digest": " ".join(map(fingerprint, path))}
 
 
 def settings(cfg, keys: Iterable[str], files: Iterable[str]) -> dict:
-    """A configuration's values of `keys`, and [path, digest] for the paths in `files`."""
-    values = to_dict(cfg)
-    digests = {key: path_with_digest(values[key]) for key in files}
-    return {key: values[key] for key in keys} | digests
+    """A configuration's values of `keys`, by their dotted names; of `files` path and digest."""
+    values = flat(to_dict(cfg))
+    kept = {key: value for key, value in values.items() if key.partition(".")[0] in keys}
+    return kept | {key: path_with_digest(values[key]) for key in files}
 
 
 def flat(values: dict) -> dict:
-    """{"a": {"b": 1}} → {"a.b": 1}"""
+    """{"a": {"b": 1}} → {"a.b": 1}; a file with its digest stays together."""
     out = {}
     for key, value in values.items():
-        inner = flat(value) if isinstance(value, dict) else {}
-        out |= {f"{key}.{k}": v for k, v in inner.items()} or {key: value}
+        whole = not isinstance(value, dict) or not value or "digest" in value
+        out |= {key: value} if whole else {f"{key}.{k}": v for k, v in flat(value).items()}
     return out
 
 
 def changed_setting(before: dict, now: dict, defaults: dict | None = None) -> str:
     """Describe the first setting that changed, else ""; files are compared by digest.
 
-    defaults: what a setting was that `before`, of an older version, does not have
+    defaults: what a setting was that `before`, of an older version, does not have. Older versions
+    stored files as [path, another digest]: the path is compared.
     """
-    before, now = flat(defaults or {}) | flat(before), flat(now)
-
-    def split(value: object) -> tuple:  # (shown, compared)
-        file = isinstance(value, list) and [type(part) for part in value] == [str, str]
-        return tuple(value) if file else (value, value)
-
-    for key in now:
-        (old, old_content), (new, new_content) = split(before.get(key)), split(now[key])
-        if old_content != new_content:
-            same_name = f"{key}={new!r} has other content"
-            return same_name if old == new else f"{key} was {old!r} and is {new!r}"
+    before = flat(defaults or {}) | flat(before)
+    for key, new in flat(now).items():
+        old = before.get(key)
+        same = old == new
+        if isinstance(new, dict) and "digest" in new:
+            digest, new = new["digest"], new["path"]
+            if isinstance(old, dict):
+                same, old = old["digest"] == digest, old["path"]
+            else:
+                names = [*old[:1], ",".join(old)] if isinstance(old, list) else [old or ""]
+                same = new in names
+        if not same and old == new:
+            return f"{key}={new!r} has other content"
+        if not same:
+            return f"{key} was {old!r} and is {new!r}"
     return ""
 
 

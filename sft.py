@@ -246,7 +246,7 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     settings = runs.settings(cfg, TRAIN_KEYS, ("model", "instruction"))
     settings["records"] = runs.path_with_digest(path)
-    outputs = "metrics.jsonl", "checkpoint_*", "final", "report.html", "result.json"
+    outputs = "metrics.jsonl", "checkpoint_[0-9]*", "report.html", "final", "result.json"
     if result := targets.begin_stage(cfg, dist, "train", settings, *outputs):
         return result
     tokenizer = load_tokenizer(cfg.model)
@@ -394,7 +394,7 @@ def main(cfg: SFTConfig) -> dict | None:
         if cfg.stage == "merge":
             return merge(cfg, dist)
         result: dict = {}
-        with runs.only_writer(cfg.out, rank=dist.rank):
+        with distributed.held_by_rank_0(runs.only_writer(cfg.out)):
             if cfg.stage != "train":
                 result["sample"] = targets.sample_records(cfg, dist)
             gc.collect()  # the engine's model

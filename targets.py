@@ -38,7 +38,8 @@ from reward import parse_response
 
 
 def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> dict | None:
-    """Prepare `out` and return the JSON in the last of `outputs`, or None if it must be made.
+    """Prepare `out` and return the JSON in the last of `outputs`, or None if it or what it reports,
+    the output before, must be made.
 
     Removes `outputs` on overwrite; DataError if other settings began them. A collective.
     """
@@ -50,7 +51,8 @@ def begin_stage(cfg, dist: Dist, stage: str, settings: dict, *outputs: str) -> d
         save_config(cfg, os.path.join(cfg.out, name))
     distributed.broadcast_object(None)
     path = os.path.join(cfg.out, outputs[-1])
-    if result := runs.read_json(path):
+    made = os.path.exists(os.path.join(cfg.out, outputs[-2]))
+    if result := runs.read_json(path) if made else None:
         print0(f"{path} is there: nothing to do; overwrite=true repeats this stage")
     return result
 
@@ -72,7 +74,12 @@ def sample_records(cfg, dist: Dist) -> dict:
     records_path = os.path.join(cfg.out, "records.jsonl")
     settings = runs.settings(cfg, SAMPLE_KEYS, ("model", "turns", "examples", "instruction"))
     settings |= retriever_settings(cfg.retriever)
-    outputs = "samples.jsonl", "samples.jsonl.rank*", "records.jsonl", "sample_stats.json"
+    outputs = (
+        "samples.jsonl",
+        "samples.jsonl.rank[0-9][0-9][0-9]",
+        "records.jsonl",
+        "sample_stats.json",
+    )
     stats = begin_stage(cfg, dist, "sample", settings, *outputs)
     if stats is None:
         records, stats = make_records(cfg, dist)

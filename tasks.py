@@ -143,16 +143,22 @@ class Rewrite:
 
     def validate(self, rollouts: list[Rollout], turns: list[Turn], dev: list[Turn]) -> dict:
         """Metrics over `dev`, the turns of all ranks; for a malformed response the raw question is
-        searched."""
-        parsed = [self.read(r).parsed for r in rollouts]
-        queries = [p.rewrite if p.well_formed else t.question for p, t in zip(parsed, turns)]
-        hits = self.retriever.search([one_line(query) for query in queries], 100)
-        own = [(t.query_id, h, p.well_formed) for t, h, p in zip(turns, hits, parsed)]
-        rows = gather_rows(own)
+        searched, one that failed in the engine finds nothing."""
+        answers = [self.read(r) for r in rollouts]
+        pairs = [(a.parsed, t) for a, t in zip(answers, turns)]
+        queries = [one_line(p.rewrite if p.well_formed else t.question) for p, t in pairs]
+        found = self.retriever.search(queries, 100)
+        rows = gather_rows(
+            [
+                (t.query_id, [] if a.failed else hits, a.parsed.well_formed, a.failed)
+                for a, t, hits in zip(answers, turns, found)
+            ]
+        )
         qrels = {t.query_id: dict.fromkeys(t.gold_ids, 1) for t in dev}
-        figures = evaluate_run({query_id: hits for query_id, hits, _ in rows}, qrels)
+        figures = evaluate_run({query_id: hits for query_id, hits, *_ in rows}, qrels)
         del figures["queries"], figures["missing"]
-        return figures | {"format_rate": sum(well_formed for *_, well_formed in rows) / len(rows)}
+        figures["failed"] = sum(failed for *_, failed in rows)
+        return figures | {"format_rate": sum(formed for *_, formed, _ in rows) / len(rows)}
 
     def row(self, turn: Turn, rollout: Rollout, request: dict) -> dict:
         """Unless the status is `ok`, the rewrite is the raw question."""

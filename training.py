@@ -45,7 +45,7 @@ class TrainConfig:
     further (`lora` must be the same) or, without `lora`, merged"""
     out: str = ""
     """run folder (docs/operation.md lists its files)"""
-    seed: int = 0
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0
     """random seed"""
     micro_batch_tokens: Annotated[int, at_least(1)] = 8192
     """tokens per forward pass and process (a shared prompt counts once); results do not change"""
@@ -214,16 +214,17 @@ def resume(run: Run) -> dict:
             f"{cfg.out} holds a finished run without a checkpoint; use another out folder"
         )
     log, best = [], None
+    if not found:
+        distributed.on_rank_0(begin_anew, run, kept)
     if run.dist.rank == 0:
-        if not found:
-            print0(f"{cfg.out} holds no checkpoint: the run begins at step 0")
-            shutil.rmtree(kept, ignore_errors=True)  # it is an earlier run's
         config.save_config(cfg, os.path.join(cfg.out, "config.yaml"))
-        log = runs.begin_metrics(metrics, row["step"] - 1 if found else None)
+        log = runs.begin_metrics(metrics, row["step"] if found else None)
         runs.keep_steps(rollouts, row["step"])
         best = runs.read_json(os.path.join(kept, "best.json"))
     log, best = distributed.broadcast_object((log, best))
-    done = [r for r in log if r["step"]] + [row] * bool(found)
+    if found:  # with its validation's figures, which are logged after the checkpoint
+        row = next((r for r in log if r["step"] == row["step"]), {}) | row
+    done = [r for r in log if 0 < r["step"] < row["step"]] + [row] * bool(found)
     run.history = [{key: math.nan if v is None else v for key, v in r.items()} for r in done]
     if missing := row["step"] - len(done):
         print0(
@@ -233,6 +234,22 @@ def resume(run: Run) -> dict:
     start = next((r for r in log if r["step"] == 0 and run.metric in r), None)
     run.best = best or (start and {"value": start[run.metric], "step": 0}) or run.best
     return row
+
+
+def begin_anew(run: Run, kept: str) -> None:
+    """Remove the best policy of a run that was killed before its first checkpoint; ConfigError if
+    that run had other settings."""
+    out = run.cfg.out
+    path = os.path.join(out, "config.yaml")
+    if run.kept == "best" and os.path.isdir(kept) and os.path.isfile(path):
+        earlier = config.load_config(type(run.cfg), ["--config", path])
+        if change := runs.changed_setting(settings(earlier), run.settings):
+            raise config.ConfigError(
+                f"{kept} is of a run with other settings: {change}; use these, or another out "
+                "folder"
+            )
+    print0(f"{out} holds no checkpoint: the run begins at step 0")
+    shutil.rmtree(kept, ignore_errors=True)
 
 
 def load_state(run: Run, folder: str, state: dict) -> dict:
@@ -417,13 +434,15 @@ FREE = (  # may change when a run is continued
 ).split()
 
 
+FILES = ("model", "train", "dev", "qrels", "instruction", "episode.instruction")
+
+
 def settings(cfg) -> dict:
-    """Return what must not change: all but FREE; of engine, retriever, qrels what is here."""
-    whole = [k for k in config.to_dict(cfg) if k not in (*FREE, "engine", "retriever", "qrels")]
+    """Return what must not change: all but FREE; of engine and retriever what is here."""
+    whole = [key for key in config.to_dict(cfg) if key not in (*FREE, "engine", "retriever")]
     return (
         {"engine.kind": cfg.engine.kind}
-        | runs.settings(cfg, whole, ("model", "train", "dev", "instruction"))
-        | {f"qrels {path}": runs.path_with_digest(path) for path in cfg.qrels}
+        | runs.settings(cfg, whole, FILES)
         | retriever_settings(cfg.retriever)
     )
 

@@ -157,7 +157,7 @@ def _share_done(requests: Sequence[_Request]) -> float:
         n if r.rollout.end else min(r.sampling.max_tokens, max(n + 1, every))
         for r, n in zip(requests, lengths)
     )
-    return (ended / len(requests) + sum(lengths) / expected) / 2
+    return (ended / len(requests) + sum(lengths) / max(1, expected)) / 2
 
 
 class TorchEngine(Engine):

@@ -734,6 +734,11 @@ def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys)
     }
     assert ends_with(SystemExit(143))["status"] == 143
     assert ends_with(ConfigError("lr"))["status"] == 2
+
+    class InUse(ConfigError):
+        leaves_note = False
+
+    assert ends_with(InUse("another process is writing")) is None  # it would be that run's
     with pytest.raises(SystemExit):
         config.run(Output, lambda cfg: None, [f"out={tmp_path}", "lrr=1"], status_file="exit.json")
     assert "unknown key lrr" in json.loads((tmp_path / "exit.json").read_text())["reason"]

@@ -22,6 +22,7 @@ import config
 import data
 import distributed
 import grpo
+import runs
 import tasks
 import training
 from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
@@ -30,7 +31,7 @@ from model import load_causal_lm, make_optimizer, prepare_causal_lm
 from packing import share_prefixes, token_logprobs
 from prompts import encode_example, response_text
 from rollout import collate_rollouts
-from runs import begin_metrics, write_jsonl
+from runs import read_metrics, write_jsonl
 from scoring.health import step_figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -694,6 +695,7 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(
         "train=elsewhere/train.jsonl",
     )
     assert done == 4 and [row["step"] for row in run.history] == [1, 2, 3, 4]
+    assert "dev_mrr" in run.history[-1]  # logged after the checkpoint; step 4 is not due any more
     assert sorted(os.listdir("changed/rollouts")) == [
         f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)
     ]
@@ -708,9 +710,28 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(
     assert len(list(data.read_jsonl("changed/metrics.jsonl"))) == 4  # the last is logged anew
     shutil.rmtree("changed/final")
     os.makedirs("changed/best", exist_ok=True)
+    with pytest.raises(config.ConfigError, match="best is of a run with other settings: lr was"):
+        resume("lr=1e-4")
     assert resume()[1] == 0 and not os.path.exists(
         "changed/best"
     )  # another run's: bench scripts would take it
+
+
+@pytest.mark.parametrize("name", training.FILES)
+def test_what_a_file_says_is_part_of_the_settings(tmp_path, name):
+    cfg, path = grpo.GRPOConfig(), tmp_path / "file"
+    path.write_text("a")
+    place, _, key = name.rpartition(".")
+    value = [str(path)] if name == "qrels" else str(path)
+    setattr(cfg.episode if place else cfg, key, value)
+    before = json.loads(json.dumps(training.settings(cfg)))
+    assert runs.changed_setting(before, training.settings(cfg)) == ""
+    path.write_text("b")
+    assert runs.changed_setting(before, training.settings(cfg)) == f"{name}={str(path)!r} has " + (
+        "other content"
+    )
+    setattr(cfg.episode if place else cfg, key, [] if name == "qrels" else "")
+    assert runs.changed_setting(before, training.settings(cfg)).startswith(f"{name} was")
 
 
 def test_a_resumed_run_remembers_what_it_saw(world, finished, dist, monkeypatch):
@@ -718,7 +739,7 @@ def test_a_resumed_run_remembers_what_it_saw(world, finished, dist, monkeypatch)
     shutil.copytree(world / "whole", world / "bad")
     rows = [
         row | {"skipped": 1, "grad_norm": None, "kl": None}
-        for row in begin_metrics(world / "whole/metrics.jsonl", 4)
+        for row in read_metrics(str(world / "whole/metrics.jsonl"))
     ]
     write_jsonl(world / "bad/metrics.jsonl", rows)
     state = world / "bad/checkpoint_000004/state.json"
@@ -737,7 +758,7 @@ def test_a_run_that_dead_tools_stopped_goes_on_when_they_are_mended(
 ):
     """Its checkpoint and log may hold the very steps that stopped it."""
     shutil.copytree(world / "whole", world / "mended")
-    old = begin_metrics(world / "whole/metrics.jsonl", 4)
+    old = read_metrics(str(world / "whole/metrics.jsonl"))
     rows = [row | {"failed": 3, "searches": 0.0} for row in old]
     write_jsonl(world / "mended/metrics.jsonl", rows)
     state = world / "mended/checkpoint_000004/state.json"

@@ -227,16 +227,19 @@ def test_a_part_that_is_not_seen_is_an_error_not_a_shorter_file(lm, tmp_path):
 
 
 def test_settings_differ_by_content_and_in_every_part():
-    before = {"model": ["a", "digest"], "betas": [0.9, 0.95], "lr": 1.0}
-    assert (
-        changed_setting(before, {"model": ["b", "digest"], "betas": [0.9, 0.95], "lr": 1.0}) == ""
-    )
+    a, b, other = ({"path": p, "digest": d} for p, d in (("a", "1"), ("b", "1"), ("a", "2")))
+    before = {"model": a, "betas": [0.9, 0.95], "lr": 1.0, "target": ["q_proj", "v_proj"]}
+    assert changed_setting(before, before | {"model": b}) == ""
+    assert changed_setting(before, {"target": ["k_proj", "v_proj"]}).startswith("target was")
+    older = {"model": ["a", "another digest"], "qrels": ["c", "d"]}  # a list, or a configuration
+    assert changed_setting(older, {"model": a, "qrels": {"path": "c,d", "digest": "3"}}) == ""
+    assert changed_setting(older, {"model": b}) == "model was ['a', 'another digest'] and is 'b'"
     nested = {"episode": {"top_k": 5}}
     now, defaults = {"episode": {"top_k": 5, "penalty": 0.0}}, {"episode": {"penalty": 0.0}}
     assert changed_setting(nested, now, defaults) == ""  # an older version had no penalty
     now["episode"]["penalty"] = 0.5
     assert changed_setting(nested, now, defaults) == "episode.penalty was 0.0 and is 0.5"
-    assert changed_setting(before, {"model": ["a", "other"]}) == "model='a' has other content"
+    assert changed_setting(before, {"model": other}) == "model='a' has other content"
     assert (
         changed_setting(before, {"betas": [0.8, 0.95]})
         == "betas was [0.9, 0.95] and is [0.8, 0.95]"
@@ -375,6 +378,27 @@ def test_fingerprint_follows_content_not_path(tmp_path):
         (tmp_path / name / "weights").write_text(text)
     a, b, c = (fingerprint(str(tmp_path / name)) for name in "abc")
     assert a == b != c and fingerprint("some/hub-name") == "some/hub-name" and fingerprint("") == ""
+    for name in ("README.md", "rewrites.jsonl", "rewrites.jsonl.meta.json"):
+        (tmp_path / "a" / name).write_text("beside the model")
+    assert fingerprint(str(tmp_path / "a")) == a
+
+
+def test_any_edit_of_a_data_file_is_noticed(tmp_path):
+    """A model is read in samples, data whole, whatever it is called."""
+    text = bytearray(b"x" * (9 << 20))
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(text)
+    text[5 << 20 | 12345] += 1
+    (tmp_path / "c").write_bytes(text)
+    a, b, c = (fingerprint(str(tmp_path / name)) for name in "abc")
+    assert a == b != c
+
+
+def test_files_of_like_names_are_left_alone(tmp_path):
+    paths = [tmp_path / f"o.jsonl.rank{end}" for end in ("000", "s.tsv", "ed")]
+    for path in paths:
+        path.write_text("")
+    assert infer.parts_of(str(tmp_path / "o.jsonl")) == [str(paths[0])]
 
 
 def test_output_of_another_tool_is_left_alone(tmp_path):

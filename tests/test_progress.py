@@ -70,6 +70,7 @@ def test_the_share_of_a_batch_follows_its_tokens_and_its_ends():
     running = [request(20, "eos"), request(20, ""), request(20, ""), request(0, "")]
     assert _share_done(running) == pytest.approx((1 / 4 + 60 / (20 + 3 * 40)) / 2)
     assert _share_done([request(7, "eos"), request(40, "length")]) == 1
+    assert _share_done([request(0, "engine_error")]) == 0.5
 
 
 def test_an_unknown_total_has_no_share_and_no_remaining_time(clock, capsys):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,8 @@ def test_run_folder(whole, lm, records):
         "train.settings.json",
     ]
     assert sft.main(config(lm, records, output))["train"] == result  # nothing to do
+    shutil.rmtree(output / "final")
+    assert sft.main(config(lm, records, output))["train"] == result and (output / "final").is_dir()
     with pytest.raises(data.DataError, match="lr was 0.003 and is 0.001.*overwrite=true"):
         sft.main(config(lm, records, output, lr=1e-3))
 

@@ -56,6 +56,9 @@ def test_validation_reads_what_training_and_inference_read(dist):
     assert [row["rewrite"] for row in rows] == ["alpha", "raw"]
     found = task.validate(rollouts, turns, turns)
     assert found["mrr"] == 0.75 and found["format_rate"] == 0.5 and "queries" not in found
+    rollouts[1].end = "engine_error"  # its raw question would find the passage
+    found = task.validate(rollouts, turns, turns)
+    assert found["mrr"] == 0.5 and found["failed"] == 1
 
 
 def test_an_episode_is_rewarded_by_its_figures(dist):
