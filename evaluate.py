@@ -123,8 +123,8 @@ def check(cfg: EvaluateConfig) -> None:
     check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    names = ("run", "rewrites", "query", "turns", "sets", "retrievers")
-    others = [name for name in names if getattr(cfg, name)]
+    names = "run rewrites query turns sets retriever retrievers k corpus relevant_from".split()
+    others = [name for name in names if getattr(cfg, name) != getattr(EvaluateConfig(), name)]
     searched = cfg.rewrites + cfg.query
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
@@ -165,11 +165,11 @@ def _common(kind: str, one: str, its: Iterable[str], other: str, others: Iterabl
 
 
 def _title(path: str, taken: dict) -> str:
-    """A file's name without its ending; the whole path if that name is taken."""
+    """A file's name without its ending; the whole path if files of that name are taken."""
     title = os.path.splitext(os.path.basename(path))[0]
     if title in taken and path in taken:
         raise ConfigError(f"{path} is named once more; as baseline and as run is enough")
-    return path if title in taken else title
+    return path if _file_name(title) in map(_file_name, taken) else title
 
 
 def _file_name(title: str) -> str:

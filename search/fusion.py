@@ -69,12 +69,11 @@ class HybridRetriever(Retriever):
                 f"weights are {list(weights)} and rrf_k is {k}; give two weights from 0 up, not "
                 "both 0, for dense and BM25, and an rrf_k from 0 up (usual is 60)"
             )
-        sizes = len(dense.passage_ids), len(bm25.passage_ids)
-        pairs = zip(dense.passage_ids, bm25.passage_ids)
-        if sizes[0] != sizes[1] or any(a != b for a, b in pairs):
+        if not dense.passage_ids.same_as(bm25.passage_ids):
             raise RetrieverError(
-                f"the dense index holds {sizes[0]:,} passages, BM25 {sizes[1]:,}, and their ids "
-                "differ; both must index one corpus: build both with kind=hybrid"
+                f"the dense index holds {len(dense.passage_ids):,} passages, BM25 "
+                f"{len(bm25.passage_ids):,}, and their ids differ; both must index one corpus: "
+                "build both with kind=hybrid"
             )
         self.dense, self.bm25 = dense, bm25
         self.depth, self.k, self.weights = depth, k, tuple(weights)

@@ -185,6 +185,10 @@ class PassageIds:
         with atomic_write(str(folder / "ids.txt"), "wb") as f:
             f.write(self._text)
 
+    def same_as(self, other: PassageIds) -> bool:
+        """Are these the same ids in the same order?"""
+        return np.array_equal(self._start, other._start) and self._text[:] == other._text[:]
+
     def __len__(self) -> int:
         return len(self._sorted)
 

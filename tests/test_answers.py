@@ -600,6 +600,7 @@ def test_intervals_and_tests_are_those_of_the_scores(files, capsys):
         ({"answers": "after.jsonl"}, ConfigError, "answers='after.jsonl' must be list of str"),
         ({"run": ["x.trec"]}, ConfigError, "run.* do not go with answers"),
         ({"retrievers": {"x": RetrieverConfig()}}, ConfigError, "retrievers.* do not go with"),
+        ({"retriever": RetrieverConfig(k1=2.0), "k": 5}, ConfigError, "'retriever', 'k'.* do not"),
         ({"qrels": "other.qrels"}, DataError, "q.jsonl and .*other.qrels have no query in common"),
         ({"answers": ["others.jsonl"]}, DataError, "no query in common"),
     ],

@@ -340,6 +340,13 @@ def test_the_wrong_index_is_an_error(searched):
         )
 
 
+def test_files_whose_names_would_be_written_alike_keep_their_paths():
+    titles = {}
+    for path in ("x/a b.trec", "y/a_b.trec", "a.trec", "z/a.trec"):
+        titles[evaluate._title(path, titles)] = path
+    assert list(titles) == ["a b", "y/a_b.trec", "a", "z/a.trec"]
+
+
 def test_one_file_is_one_system(files, monkeypatch):
     folder = files[0]
     monkeypatch.chdir(folder)
