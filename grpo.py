@@ -297,7 +297,8 @@ def rollout_advantages(
         engine = sum(r.end == "engine_error" for r in rollouts)
         raise Stopped(
             f"all {len(scores)} rollouts of this step failed, {engine} in the engine (weights "
-            f"that are not finite), {len(scores) - engine} in searches; mend that and resume"
+            "that are not finite; a checkpoint may hold them: remove it), "
+            f"{len(scores) - engine} in searches; mend that and resume"
         )
     rewards = torch.tensor([scores[i].reward for i in kept], dtype=torch.float64)
     groups = torch.tensor([rollouts[i].group_id for i in kept])
