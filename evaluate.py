@@ -124,7 +124,8 @@ def check(cfg: EvaluateConfig) -> None:
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
     names = "run rewrites query turns sets retriever retrievers k corpus relevant_from".split()
-    others = [name for name in names if getattr(cfg, name) != getattr(EvaluateConfig(), name)]
+    usual = EvaluateConfig()
+    others = [name for name in names if getattr(cfg, name) != getattr(usual, name)]
     searched = cfg.rewrites + cfg.query
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
