@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from config import check_fields
@@ -165,20 +166,28 @@ def collate_rollouts(
                 "the last three must agree, and a prompt is needed"
             )
 
-    def padded(rows: list[list], dtype: torch.dtype, value: float = 0) -> Tensor:
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], True, value)
+    prompts = np.array([len(r.prompt_ids) for r in rollouts])[:, None]
+    ends = prompts + np.array([len(r.response_ids) for r in rollouts])[:, None]
+    place = np.arange(ends.max())
+    real = place < ends  # (B, T+1)
+    written = real & (place >= prompts)
 
-    ids = [r.prompt_ids + r.response_ids for r in rollouts]
+    def spread(rows: Iterable[Iterable], where: np.ndarray, dtype: type, other: int) -> Tensor:
+        """(B, T+1): the rows' values, one after the other, where `where`; else `other`."""
+        values = np.full(where.shape, other, dtype)
+        values[where] = np.fromiter(chain.from_iterable(rows), dtype, int(where.sum()))
+        return torch.from_numpy(values)
+
+    ids = (part for r in rollouts for part in (r.prompt_ids, r.response_ids))
     # entry t predicts token t + 1
-    shown = [[0] * (len(r.prompt_ids) - 1) for r in rollouts]
-    loss_mask = padded([s + r.loss_mask for s, r in zip(shown, rollouts)], torch.float32)
-    logprobs = padded([s + r.logprobs for s, r in zip(shown, rollouts)], torch.float32)
+    loss_mask = spread((r.loss_mask for r in rollouts), written, np.float32, 0)[:, 1:]
+    logprobs = spread((r.logprobs for r in rollouts), written, np.float32, 0)[:, 1:]
     return RolloutBatch(
-        padded(ids, torch.int64, pad_id),
-        padded([[1] * len(row) for row in ids], torch.int64),
+        spread(ids, real, np.int64, pad_id),
+        torch.from_numpy(real.astype(np.int64)),
         loss_mask,
         torch.where(loss_mask > 0, logprobs, 0.0),
         torch.as_tensor(advantages, dtype=torch.float32).detach().clone(),
-        torch.tensor([len(r.prompt_ids) for r in rollouts]),
+        torch.from_numpy(prompts[:, 0]),
         torch.tensor([r.group_id for r in rollouts]),
     )
