@@ -87,7 +87,11 @@ ABLATIONS = {
     "squad-1": ARMS["squad-1"],
     "squad-2": Arm(("squad",), seed=2),
     "no-warmup": Arm(("squad",), start="model"),
+    "no-warmup-1": Arm(("squad",), seed=1, start="model"),
+    "no-warmup-2": Arm(("squad",), seed=2, start="model"),
     "minilm": Arm(("squad",), start="squad", dense=True),
+    "minilm-1": Arm(("squad",), seed=1, start="squad-1", dense=True),
+    "minilm-2": Arm(("squad",), seed=2, start="squad-2", dense=True),
     "kl0": squad(0, "kl_coef=0"),
     "no-std": squad(0, "scale_by_std=false"),
     "paper-parser": squad(0, "parser=paper"),
@@ -124,7 +128,7 @@ class StudyConfig:
     model: str = "models/smollm2"
     """the instruct model that is trained"""
     encoder: str = "models/minilm"
-    """of the second search engine; empty: BM25 alone"""
+    """of the second search engine, alone and fused with BM25; empty: BM25 alone"""
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     """which to train; ablations: GRPO on squad, one setting changed at a time; corrections: with
     vLLM as the engine, weighted for its rounding or not"""
@@ -298,6 +302,16 @@ def dense_words(cfg: StudyConfig, name: str) -> list[str]:
     return ["kind=dense", f"encoder={cfg.encoder}", index, "passage_length=256"]
 
 
+def engine_words(cfg: StudyConfig, name: str) -> dict[str, list[str]]:
+    """Search engine → settings; the dense index is there."""
+    corpus = f"retriever.corpus={cfg.work}/data/{name}/corpus.jsonl"
+    dense = [f"retriever.{word}" for word in dense_words(cfg, name)]
+    engines = {"BM25": ["retriever.kind=bm25", corpus]}
+    if cfg.encoder:
+        engines |= {"MiniLM": dense, "fused": [*dense, "retriever.kind=hybrid", corpus]}
+    return engines
+
+
 def start(cfg: StudyConfig, name: str) -> str:
     """What an arm's GRPO begins with."""
     arm = ALL[name]
@@ -341,19 +355,13 @@ def machine() -> dict:
 
 def evaluate(cfg: StudyConfig) -> dict:
     """Search every system's queries on every set with every engine; write `results`/figures.json."""
-    engines = {"BM25": ""}
     files = sorted(glob.glob(f"{cfg.work}/rewrites/*.jsonl"))
     cells = {}
-    if cfg.encoder:
-        engines["MiniLM"] = cfg.encoder
-    for engine, encoder in engines.items():
-        for name in SETS:
-            folder = f"{cfg.work}/data/{name}"
-            words = [f"retriever.kind=bm25 retriever.corpus={folder}/corpus.jsonl"]
-            if encoder:
-                dense = dense_words(cfg, name)
-                words = [f"retriever.{word}" for word in dense]
-                tool("retriever.py", f"corpus={folder}/corpus.jsonl", *dense)
+    for name in SETS:
+        if cfg.encoder:
+            corpus = f"corpus={cfg.work}/data/{name}/corpus.jsonl"
+            tool("retriever.py", corpus, *dense_words(cfg, name))
+        for engine, words in engine_words(cfg, name).items():
             cells[f"{name}/{engine}"] = cell(cfg, name, engine, words, files)
     figures = {
         "machine": read_json(f"{cfg.work}/machine.json"),

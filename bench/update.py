@@ -23,6 +23,7 @@ import os
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import shapes
@@ -30,13 +31,12 @@ import torch
 import distributed
 import grpo
 import training
-from batching import MicroBatch, deal_out, plan_updates
+from batching import MicroBatch, deal_out, plan_updates, training_batch
 from engines.base import Rollout
 import model
 import packing
 from model import make_optimizer, prepare_causal_lm
 from packing import unique_tokens
-from rollout import collate_rollouts
 
 
 def lengths_of(kind: str, count: int, mean: int, cap: int, rng: random.Random) -> list[int]:
@@ -108,24 +108,19 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
     )
     rollouts = make_rollouts(args, kind, shapes.SHAPES[args.shape]["vocab_size"])
     mine = [r for r in rollouts if r.group_id % where.world == where.rank]
-    held, _ = deal_out(mine, [0.0] * len(mine), where)
     advantages = grpo.group_advantages(
-        [float(sum(r.response_ids) % 97) for r in held], [r.group_id for r in held]
-    )
-    batch = collate_rollouts(held, advantages, 0)
-    with layout_of(layout):
-        updates = plan_updates(policy, batch, where.device, budget)
-    own = [
-        unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
-        sum(m.packed.computed for u in updates for m in u.micro_batches if m.part.loss_mask.any()),
-    ]
-    unique, computed = map(int, distributed.all_reduce_sum(own))
+        [float(sum(r.response_ids) % 97) for r in mine], [r.group_id for r in mine]
+    ).tolist()
     optimizer = make_optimizer(policy, 1e-6)
-    seconds, reference_seconds, first = [], [], {}
+    seconds, reference_seconds, plan_seconds, first = [], [], [], {}
     clock = training.Clock(where.device)
     for i in range(args.updates + 1):
         if i == 1 and cuda:
             torch.cuda.reset_peak_memory_stats()
+        with layout_of(layout), clock("plan"):
+            batch = training_batch(*deal_out(mine, advantages, where), 0)
+            updates = plan_updates(policy, batch, where.device, budget)
+        plan_seconds.append(clock.seconds["seconds_plan"])
         if reference is not None:
             with clock("reference"):
                 grpo.add_reference(reference, updates, 1.0)
@@ -136,11 +131,16 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
         seconds.append(took)
         distributed.print0(" ", *setting.values(), f"update {i} took {took:.3f}s")
         first = first or stats
-    if args.profile:  # every process takes part in the update
-        profile(
-            args.profile if where.rank == 0 else os.devnull,
-            lambda: grpo.update(policy, optimizer, updates, cfg, where),
-        )
+    if args.profile:  # every process takes part
+        work = partial(grpo.update, policy, optimizer, updates, cfg, where)
+        if reference is not None:
+            work = partial(grpo.add_reference, reference, updates, 1.0)
+        profile(args.profile if where.rank == 0 else os.devnull, work)
+    own = [
+        unique_tokens(batch.attention_mask, batch.prompt_lengths, batch.group_ids),
+        sum(m.packed.computed for u in updates for m in u.micro_batches if m.part.loss_mask.any()),
+    ]
+    unique, computed = map(int, distributed.all_reduce_sum(own))
     size, took = shapes.parameters(args.shape), statistics.median(seconds[1:])
     cards = where.world
     floor = 6 * size * unique / shapes.BF16_FLOPS / cards
@@ -154,6 +154,7 @@ def measure(args, where: distributed.Dist, setting: dict) -> dict:
         "grad_norm": first["grad_norm"],
         "seconds": round(took, 4),
         "seconds_all": [round(s, 4) for s in seconds],
+        "plan_seconds": round(statistics.median(plan_seconds[1:]), 4),
         "tokens_per_second": round(unique / took),
         "mfu": round(floor / took, 4),
         "floor_seconds": round(floor + (moved or 0.0), 4),
@@ -288,7 +289,11 @@ def main() -> None:
         default="",
         help="JSON of a run with another number of processes: compare with it",
     )
-    p.add_argument("--profile", default="", help="write a profile of one more update to this file")
+    p.add_argument(
+        "--profile",
+        default="",
+        help="write a profile of one more update, or pass of the reference, to this file",
+    )
     args = p.parse_args()
     where = distributed.setup()
     if args.card_gib:
