@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +53,7 @@ class Arm:
     rank: int | None = None  # of a LoRA adapter; None: all weights
     given: bool = False  # fine-tuned on the given rewrites instead; no GRPO
     start: str = ""  # the arm whose warm-up it begins with, or "model": no warm-up
-    dense: bool = False  # rewarded by the encoder's ranks instead of BM25's
+    engine: Literal["BM25", "MiniLM", "fused"] = "BM25"  # whose ranks are the reward
     grpo: str = ""  # further words for grpo.py
 
     @property
@@ -82,24 +83,31 @@ ARMS = {
     "lora-fast": Arm(MIX, sft_lr=5e-4, lr=3e-4, rank=8),
     "given": Arm(MIX, given=True),
 }
-ABLATIONS = {
-    "squad": ARMS["squad"],
-    "squad-1": ARMS["squad-1"],
-    "squad-2": Arm(("squad",), seed=2),
-    "no-warmup": Arm(("squad",), start="model"),
-    "no-warmup-1": Arm(("squad",), seed=1, start="model"),
-    "no-warmup-2": Arm(("squad",), seed=2, start="model"),
-    "minilm": Arm(("squad",), start="squad", dense=True),
-    "minilm-1": Arm(("squad",), seed=1, start="squad-1", dense=True),
-    "minilm-2": Arm(("squad",), seed=2, start="squad-2", dense=True),
-    "kl0": squad(0, "kl_coef=0"),
-    "no-std": squad(0, "scale_by_std=false"),
-    "paper-parser": squad(0, "parser=paper"),
-} | {
-    f"{reward.replace('@', '')}-{seed}": squad(seed, f"reward={reward}")
-    for seed in (0, 1)
-    for reward in list(REWARDS)[1:]
-}
+ABLATIONS = (
+    {
+        "squad": ARMS["squad"],
+        "squad-1": ARMS["squad-1"],
+        "squad-2": Arm(("squad",), seed=2),
+        "no-warmup": Arm(("squad",), start="model"),
+        "no-warmup-1": Arm(("squad",), seed=1, start="model"),
+        "no-warmup-2": Arm(("squad",), seed=2, start="model"),
+        "kl0": squad(0, "kl_coef=0"),
+        "no-std": squad(0, "scale_by_std=false"),
+        "paper-parser": squad(0, "parser=paper"),
+    }
+    | {
+        f"{engine.lower()}-{seed}": Arm(
+            ("squad",), seed, start=f"squad-{seed}" if seed else "squad", engine=engine
+        )
+        for engine in ("MiniLM", "fused")
+        for seed in range(3)
+    }
+    | {
+        f"{reward.replace('@', '')}-{seed}": squad(seed, f"reward={reward}")
+        for seed in (0, 1)
+        for reward in list(REWARDS)[1:]
+    }
+)
 VLLM = "engine.kind=vllm engine.gpu_memory=0.1"
 CORRECTIONS = {
     f"vllm-{name}-{seed}": squad(seed, f"{VLLM} {words}".strip())
@@ -187,6 +195,7 @@ class Study:
     def __init__(self, cfg: StudyConfig):
         self.cfg, self.began = cfg, time.monotonic()
         self.running: set[subprocess.Popen] | None = set()  # None: the study was ended
+        self.indexing = threading.Lock()
 
     def stop(self) -> None:
         """End what runs; nothing is started any more."""
@@ -233,13 +242,13 @@ class Study:
         with atomic_write(note) as f:
             json.dump({"command": f"python {tool} {words}", "seconds": seconds}, f)
 
-    def search(self, name: str, dense: bool = False) -> str:
-        corpus = f"corpus={self.cfg.work}/data/{name}/corpus.jsonl"
-        if not dense:
-            return f"retriever.kind=bm25 retriever.{corpus}"
-        words = dense_words(self.cfg, name)
-        self.call(f"index-{name}", "retriever.py", " ".join([corpus, *words]))
-        return " ".join(f"retriever.{word}" for word in words)
+    def search(self, name: str, engine: str = "BM25") -> str:
+        if engine != "BM25":
+            corpus = f"corpus={self.cfg.work}/data/{name}/corpus.jsonl"
+            with self.indexing:  # by the first of the arms that need it
+                words = " ".join([corpus, *dense_words(self.cfg, name)])
+                self.call(f"index-{name}", "retriever.py", words)
+        return " ".join(engine_words(self.cfg, name)[engine])
 
     def rewrite(self, name: str, model: str, more: str = "") -> None:
         """Rewrites of all test turns: `work`/rewrites/NAME.jsonl."""
@@ -283,7 +292,7 @@ class Study:
             f"grpo-{name}",
             "grpo.py",
             f"model={start(cfg, name)} train={cfg.work}/data/{arm.data}/train.jsonl "
-            f"dev={cfg.work}/data/{arm.data}/dev.jsonl {self.search(arm.data, arm.dense)} "
+            f"dev={cfg.work}/data/{arm.data}/dev.jsonl {self.search(arm.data, arm.engine)} "
             f"steps={cfg.steps} prompts_per_step=32 group_size=8 max_response_tokens=96 "
             f"micro_batch_tokens=16384 lr={arm.lr:g} warmup_steps=10 validate_every=10 "
             "save_every=100000 "
