@@ -419,7 +419,7 @@ def run_page(folder: str, title: str = "") -> str:
     if large := sum(map(len, scripts.values())) > PAGE_BYTES:
         with atomic_folder(beside) as whole:
             for step, script in scripts.items():
-                with open(os.path.join(whole, f"{step}.js"), "w", encoding="utf-8") as f:
+                with atomic_write(os.path.join(whole, f"{step}.js")) as f:
                     f.write(script)
     inline = "" if large else "\n".join(f"<script>{s}</script>" for s in scripts.values())
     facts = {"steps": list(scripts), "labels": log.labels, "ends": sorted(log.ends - {""})}
