@@ -289,7 +289,7 @@ to_dict = dataclasses.asdict  # the configuration as plain nested mappings
 
 def save_config(cfg: Any, path: str) -> None:
     """Write the configuration, whole or not at all, as YAML that `--config` reads back equal."""
-    text = yaml.safe_dump(to_dict(cfg), sort_keys=False)
+    text = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "w", encoding="utf-8", newline="\n") as f:
         f.write(text)

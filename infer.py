@@ -54,8 +54,8 @@ class InferConfig(TaskConfig):
     """responses a turn"""
     temperature: Annotated[float, at_least(0)] = 0.0
     """logits are divided by it; 0 is greedy"""
-    top_p: Annotated[float, above(0, 1), Only("temperature")] = 1.0
-    """sample among the most probable tokens of this mass"""
+    top_p: Annotated[float, above(0, 1)] = 1.0
+    """sample among the most probable tokens of this mass; without effect at temperature 0"""
     seed: int = 0
     """of the draws; without effect at temperature 0"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

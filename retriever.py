@@ -592,6 +592,6 @@ def check(cfg: RetrieverConfig) -> dict:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["check"]:
-        run(RetrieverConfig, check, ["kind=dense", *sys.argv[2:]])
+        run(RetrieverConfig, check, sys.argv[2:])
     else:
         run(RetrieverConfig, main)

