@@ -145,10 +145,10 @@ def parse_object(line: str, location: str) -> Row:
         row = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise DataError(
-            f"{location}: not valid JSON ({e}): {line[:80]!r}; every line must be one whole object"
+            f"{location}: not valid JSON ({e}): {line[:80]!r}; mend or remove it"
         ) from e
     if not isinstance(row, dict):
-        raise DataError(f"{location}: a line must be one JSON object, not {line[:40]!r}")
+        raise DataError(f"{location}: not one JSON object: {line[:40]!r}; mend or remove it")
     return Row(_scrub(row) if "\\ud" in line.lower() else row, location)
 
 

@@ -123,10 +123,13 @@ def check(cfg: EvaluateConfig) -> None:
     check_fields(cfg)
     if cfg.out:
         claim_folder(cfg.out, "evaluate.py")
-    names = "run rewrites query turns sets retriever retrievers k corpus relevant_from".split()
     usual = EvaluateConfig()
-    others = [name for name in names if getattr(cfg, name) != getattr(usual, name)]
+    given = [name for name, value in vars(cfg).items() if value != getattr(usual, name)]
+    shared = "answers questions qrels baseline sample samples out".split()
+    others = [name for name in given if name not in shared and not name.startswith("judge")]
     searched = cfg.rewrites + cfg.query
+    idle = ["k"] * (not searched) + ["sample"] * (not cfg.rewrites)
+    idle = [name for name in idle if name in given]
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
     for wrong, message in (
@@ -136,6 +139,7 @@ def check(cfg: EvaluateConfig) -> None:
             cfg.judge and not (cfg.answers and cfg.judge_model and cfg.out),
             "judge needs answers=FILE, judge_model=NAME, and out=FOLDER, where its verdicts stay",
         ),
+        (idle and not cfg.answers, f"{idle} have no effect on what is scored; leave them out"),
         (unknown, f"query={unknown} is unknown; there are {', '.join(QUERY_TEXTS)}"),
         (not cfg.answers + cfg.run + searched, "give run=, rewrites=, query= or answers= to score"),
         (

@@ -79,7 +79,7 @@ class GRPOConfig(TaskConfig, TrainConfig):
     """optimizer steps on one batch of rollouts, each on its share of the sequences"""
     kl_coef: Annotated[float, at_least(0)] = 0.001
     """weight of the KL to the starting policy, in the loss; 0: no reference model"""
-    kl_limit: Annotated[float, above(0, 80)] = 5.0
+    kl_limit: Annotated[float, above(0, 80), Only("kl_coef")] = 5.0
     """where the KL estimator turns into its tangent"""
     entropy_coef: Annotated[float, FINITE] = 0.0
     """entropy bonus (the original's default in force: 0.001)"""

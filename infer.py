@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -22,13 +22,14 @@ import torch
 import distributed
 import rollout
 import runs
-from config import ConfigError, above, at_least, check_given, check_fields, run, save_config
+from config import ConfigError, Only, above, at_least, check_given, check_fields, run, save_config
 from data import DataError, Question, Turn, item_id
 from distributed import Dist, print0
 from engines.base import Sampling
 from episodes.episode import FAILED
 from episodes.tools import ToolsAway
 from model import load_tokenizer
+from retriever import RetrieverConfig
 from reward import parse_paper_inference
 from tasks import EPISODES, REWRITES, TASKS, Task, TaskConfig, check_task, open_task, other_task
 
@@ -41,18 +42,20 @@ class InferConfig(TaskConfig):
     """turns file (JSONL) to write rewrites for"""
     questions: Annotated[str, EPISODES] = ""
     """questions file (JSONL) to answer"""
+    retriever: Annotated[RetrieverConfig, EPISODES] = field(default_factory=RetrieverConfig)
+    """what episodes search, whose `corpus` has the texts that are shown"""
     out: str = ""
     """JSONL file to write; its settings stand beside it in <out>.meta.json"""
     prompt: Literal["zero-shot", "few-shot"] = "zero-shot"
     """few-shot shows `examples` first, to a model that was never trained for the task"""
-    examples: str = ""
+    examples: Annotated[str, Only("prompt", ("few-shot",))] = ""
     """JSONL with context, question, think, rewrite; for search and agent with messages"""
     samples: Annotated[int, at_least(1)] = 1
     """responses a turn"""
     temperature: Annotated[float, at_least(0)] = 0.0
     """logits are divided by it; 0 is greedy"""
     top_p: Annotated[float, above(0, 1)] = 1.0
-    """sample among the most probable tokens of this mass"""
+    """sample among the most probable tokens of this mass; without effect at temperature 0"""
     seed: int = 0
     """of the draws; without effect at temperature 0"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -37,11 +37,13 @@ class LoRAConfig:
     """names of linear layers (`q_proj`); all-linear: all but the head"""
 
     def __post_init__(self):
+        idle = (self.alpha, self.dropout, self.target) == (None, 0, "all-linear")
         for name, ok, rule in (
             ("r", self.r is None or self.r >= 1, "at least 1, or null"),
             ("alpha", self.alpha is None or self.alpha >= 1, "at least 1, or null for 2 r"),
             ("dropout", 0 <= self.dropout < 1, "at least 0 and below 1"),
             ("target", bool(self.target), "all-linear, or names of linear layers"),
+            ("r", self.r or idle, "given with alpha, dropout or target"),
         ):
             if not ok:
                 raise ModelError(f"lora.{name}={getattr(self, name)!r}: it must be {rule}")

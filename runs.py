@@ -88,7 +88,7 @@ def read_json(path: str) -> data.Row | None:
     """A JSON file's object; None if the file is missing."""
     if not os.path.exists(path):
         return None
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8", errors="replace") as f:
         return data.parse_object(f.read(), path)
 
 

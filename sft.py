@@ -26,7 +26,7 @@ import runs
 import targets
 import training
 from batching import MicroBatch, assign_groups, plan_updates, training_batch
-from config import ConfigError, Positive, at_least, between
+from config import ConfigError, Only, Positive, at_least, between
 from data import DataError
 from distributed import Dist, print0
 from engines.base import EngineConfig, Rollout
@@ -76,8 +76,8 @@ class SFTConfig(TrainConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     """sample: what samples"""
 
-    records: str = ""
-    """train: turns with `response`, or trajectories; empty: what stage=sample wrote to `out`"""
+    records: Annotated[str, Only("stage", ("train",))] = ""
+    """turns with `response`, or trajectories; empty: what stage=sample wrote to `out`"""
     target: Literal["response", "rewrite"] = "response"
     """train: on `response`, or on the human `rewrite` behind the words that it adds"""
     max_length: Positive = 3072
@@ -241,8 +241,9 @@ def train(cfg: SFTConfig, dist: Dist) -> dict:
     """Train on the records, into `<out>/final`; returns the content of result.json."""
     path = records_path(cfg)
     agentic = trajectories.holds_trajectories(path)
-    if agentic and cfg.target != "response":
-        raise ConfigError(f"target={cfg.target} is for turns, but {path} holds trajectories")
+    for key in ("target", "instruction") if agentic else ():
+        if (value := getattr(cfg, key)) != getattr(SFTConfig, key):
+            raise ConfigError(f"{key}={value} is for turns, but {path} holds trajectories")
     records = trajectories.read_trajectories(path) if agentic else data.read_turns(path)
     settings = runs.settings(cfg, TRAIN_KEYS, ("model", "instruction"))
     settings["records"] = runs.path_with_digest(path)
@@ -374,8 +375,6 @@ def check(cfg: SFTConfig) -> None:
     config.check_fields(cfg)
     sampled = ("turns", "examples") if cfg.stage in ("all", "sample") else ()
     config.check_given(cfg, "model", "out", *sampled)
-    if cfg.stage == "all" and cfg.records:
-        raise ConfigError(f"records={cfg.records} is for stage=train: stage=all makes its own")
     if cfg.samples_per_turn > 1 and cfg.temperature == 0:
         raise ConfigError(
             f"samples_per_turn={cfg.samples_per_turn} at temperature 0 are all equal; raise "

@@ -75,7 +75,7 @@ class EpisodeConfig:
     """what an answer earns (reward.score_answer); auto: research for `search`, f1 for `agent`"""
     gold_reward: Literal["none", "recall", "all"] = "none"
     """what retrieved gold passages add: nothing, their share, or 1 for all of them (needs qrels)"""
-    gold_weight: Annotated[float, above(0)] = 0.5
+    gold_weight: Annotated[float, above(0), Only("gold_reward", ("recall", "all"))] = 0.5
     """weight of gold_reward beside the answer's"""
     penalty: Annotated[float, at_least(0)] = 0.0
     """taken from the reward for no or an empty answer, and again for no search: F1 alone can drift

@@ -34,7 +34,7 @@ Reply with one JSON object and nothing else: \
 
 JUDGEMENTS = ("correct", "incorrect")
 TEMPERATURES = (0.0, 0.5, 1.0)  # one attempt each, until a reply parses
-GIVE_UP = 20  # failures in a row, or before any verdict, that end the run
+GIVE_UP = 20  # failures in a row, or before any verdict, that end the call
 
 
 def case_prompt(question: Question, answer: str) -> str:
@@ -125,7 +125,7 @@ class Judge:
         pool = ThreadPoolExecutor(self.requests)
         try:
             asked = {pool.submit(self.ask, prompt): prompt for prompt in prompts}
-            for future in as_completed(asked):
+            for done, future in enumerate(as_completed(asked), 1):
                 prompt = asked[future]
                 try:
                     row = {"model": self.model, "prompt": prompt} | future.result()
@@ -134,7 +134,7 @@ class Judge:
                     known[prompt] = row["judgement"]
                 except RetrieverError as e:
                     failures[prompt] = e
-                    if self.away >= GIVE_UP or len(failures) >= GIVE_UP and not known:
+                    if self.away >= GIVE_UP or len(failures) == done >= GIVE_UP:
                         raise
                 progress.update(1)
         except BaseException:

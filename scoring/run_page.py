@@ -22,7 +22,7 @@ import yaml
 from tqdm import tqdm
 
 from data import DataError, item_id, read_corpus, read_jsonl, read_lines, read_questions, read_turns
-from runs import atomic_write, read_json, read_metrics
+from runs import atomic_folder, atomic_write, read_json, read_metrics
 from scoring import plots
 from scoring.answers import check_types
 from scoring.plots import Picture, Series, number
@@ -416,15 +416,17 @@ def run_page(folder: str, title: str = "") -> str:
         body += f"<details><summary>Settings</summary>{pre}</details>"
     scripts = {step: f'rollouts[{step}]="{text}"' for step, text in chunks.items()}
     beside = os.path.join(folder, BESIDE)
-    shutil.rmtree(beside, ignore_errors=True)
-    large = sum(map(len, scripts.values())) > PAGE_BYTES
-    for step, script in scripts.items() if large else ():
-        with atomic_write(os.path.join(beside, f"{step}.js")) as f:
-            f.write(script)
+    if large := sum(map(len, scripts.values())) > PAGE_BYTES:
+        with atomic_folder(beside) as whole:
+            for step, script in scripts.items():
+                with atomic_write(os.path.join(whole, f"{step}.js")) as f:
+                    f.write(script)
     inline = "" if large else "\n".join(f"<script>{s}</script>" for s in scripts.values())
     facts = {"steps": list(scripts), "labels": log.labels, "ends": sorted(log.ends - {""})}
     page = os.path.join(folder, "report.html")
     with atomic_write(page) as f:
         name = title or os.path.basename(os.path.abspath(folder))
         f.write(plots.page(name, body, facts | {"beside": BESIDE}, inline))
+    if not large:
+        shutil.rmtree(beside, ignore_errors=True)
     return page

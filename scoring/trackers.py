@@ -31,7 +31,7 @@ class Trackers:
     """
 
     def __init__(self, names: list[str], cfg, first: int):
-        self.names, self.cfg, self.first, self.open = list(names), cfg, first, {}
+        self.names, self.cfg, self.first, self.open = set(names), cfg, first, {}
         self.file = os.path.join(cfg.out, "trackers.json")
         fresh = {"id": uuid.uuid4().hex[:8], "step": -1}
         self.state = (names and first and read_json(self.file)) or fresh
@@ -77,7 +77,7 @@ class Trackers:
                     there.log(figures | table, step=step)
 
     def close(self) -> None:
-        for name in set(self.names) & self.open.keys():
+        for name in self.names & self.open.keys():
             with self.dropping(name):
                 self.open[name].close() if name == "tensorboard" else self.open[name].finish()
 

@@ -36,7 +36,8 @@ from data import (
     read_jsonl,
     read_lines,
 )
-from runs import Progress, atomic_folder, atomic_write, only_writer, write_json, write_jsonl
+from runs import Progress, atomic_folder, atomic_write, only_writer, read_json, write_json
+from runs import write_jsonl
 
 SPLITS = ("train", "dev", "test")
 CUT_OFF = "the file is cut off or of another version"
@@ -82,17 +83,17 @@ def already_made(out: str, made: dict) -> dict | None:
     if not os.path.exists(out):
         return None
     held = set(os.listdir(out)) if os.path.isdir(out) else {os.path.basename(out)}
-    stamp: dict = {}
-    with contextlib.suppress(OSError, ValueError), open(f"{out}/made.json", encoding="utf-8") as f:
-        stamp = json.load(f)
-    files = stamp.get("files", {}) if stamp.get("command") == made["command"] else {}
+    stamp = Row()
+    with contextlib.suppress(DataError):  # damaged
+        stamp = read_json(f"{out}/made.json") or stamp
+    files = stamp.object("files") if stamp.get("command") == made["command"] else {}
     if foreign := held - files.keys() - {"made.json"}:
         raise DataError(
             f"out={out} holds {min(foreign)!r}, not written by `prepare.py {made['command']}`; "
             "nothing is overwritten: give a new folder or remove this one"
         )
     sizes = {name: os.path.getsize(f"{out}/{name}") for name in held - {"made.json"}}
-    return stamp["result"] if sizes == files and made.items() <= stamp.items() else None
+    return stamp.object("result") if sizes == files and made.items() <= stamp.items() else None
 
 
 # ---- public sets

@@ -705,6 +705,23 @@ def test_a_setting_without_effect_is_refused_by_name(words, message):
         load_config(Tasks, words)
 
 
+@pytest.mark.parametrize(
+    "tool, words, named",
+    [
+        ("grpo.GRPO", "kl_coef=0 kl_limit=3", "kl_limit=3.0"),
+        ("grpo.GRPO", "task=search episode.gold_weight=1", "episode.gold_weight=1.0"),
+        ("sft.SFT", "records=r.jsonl", "records=r.jsonl"),
+        ("infer.Infer", "examples=e.jsonl", "examples=e.jsonl"),
+        ("infer.Infer", "retriever.kind=dense", "retriever.kind=dense"),
+    ],
+)
+def test_each_tool_refuses_settings_without_effect(tool, words, named):
+    module, name = tool.split(".")
+    cls = getattr(importlib.import_module(module), f"{name}Config")
+    with pytest.raises(ConfigError, match=re.escape(f"{named}: it has an effect with ")):
+        load_config(cls, words.split())
+
+
 @dataclass
 class Output:
     out: str = ""

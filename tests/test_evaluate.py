@@ -360,6 +360,9 @@ def test_one_file_is_one_system(files, monkeypatch):
     "words, message",
     [
         ([], "give run=, rewrites=, query= or answers= to score"),
+        (["run=a", "qrels=q", "k=10", "sample=1"], r"\['k', 'sample'\] have no effect"),
+        (["query=question", "turns=t", "sample=1"], r"\['sample'\] have no effect"),
+        (["answers=a", "questions=b", "qrels=q", "documents=true"], "'documents'. do not go"),
         (["baseline=a.trec", "qrels=q"], "give run=, rewrites=, query= or answers= to score"),
         (["run=a.trec"], "no judgments"),
         (["rewrites=a.jsonl", "qrels=q"], "a.jsonl.* has to be searched, which needs turns"),

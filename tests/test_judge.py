@@ -293,6 +293,16 @@ def test_a_judge_that_never_keeps_to_the_form_is_given_up(tmp_path):
         assert len(server.asked) <= 3 * (GIVE_UP + 4)
 
 
+def test_a_judge_that_refuses_all_new_answers_is_given_up_in_spite_of_earlier_verdicts(tmp_path):
+    prompts = [case_prompt(Question("q", "?", ["a"], {}), str(i)) for i in range(100)]
+    with Endpoint({str(i): ["400"] for i in range(5, 100)}) as server:
+        judge = Judge(server.url, "m", str(tmp_path / "judge.jsonl"), 5, 2)
+        assert len(judge.verdicts(prompts[:5])[0]) == 5
+        with pytest.raises(RetrieverError, match="reason 400.*5 verdicts are in .*judge.jsonl"):
+            judge.verdicts(prompts)
+        assert len(server.asked) <= 5 + GIVE_UP + 4
+
+
 def test_the_key_comes_from_the_environment_and_is_written_nowhere(files):
     with Endpoint(key="secret-key") as server:
         refused = command(files, server.url, OPENAI_API_KEY="")

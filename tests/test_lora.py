@@ -470,6 +470,7 @@ def test_an_adapter_of_another_model_or_shape(exported, tmp_path):
     "arguments, message",
     [
         (["lora.r=0"], "lora.r=0: it must be at least 1"),
+        (["lora.alpha=32"], "lora.r=None: it must be given with alpha, dropout or target"),
         (["lora.r=4", "lora.dropout=1"], "below 1"),
         (["lora.r=4", "lora.alpha=0"], "lora.alpha=0"),
         (["lora.r=4", "lora.target=nothing"], "lora.target='nothing'"),

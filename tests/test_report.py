@@ -561,6 +561,22 @@ def test_many_rollouts_lie_beside_the_page(tmp_path, monkeypatch):
     assert not (folder / run_page.BESIDE).exists()
 
 
+def test_a_page_keeps_its_rollouts_until_the_next_is_written(tmp_path, monkeypatch):
+    folder = run_folder(tmp_path / "run", [{"step": 1, "reward": 1.0}], {1: [rollout()]})
+    monkeypatch.setattr(run_page, "PAGE_BYTES", 100)
+    text, script = page_of(folder), folder / run_page.BESIDE / "1.js"
+    rows = script.read_text()
+    monkeypatch.undo()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_page.plots, "page", killed)
+    with pytest.raises(KeyboardInterrupt):
+        page_of(folder)
+    assert (folder / "report.html").read_text() == text and script.read_text() == rows
+
+
 def test_a_rollout_of_another_form_is_named(tmp_path):
     rollouts = {1: [rollout(), rollout(rank="7")]}
     with pytest.raises(data.DataError, match="step_000001.jsonl:2: rank is '7'; it must be int"):

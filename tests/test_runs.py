@@ -1,4 +1,4 @@
-"""runs.py: which tool a folder belongs to."""
+"""runs.py: which tool a folder belongs to; JSON files of it."""
 
 import dataclasses
 import os
@@ -6,12 +6,13 @@ import os
 import pytest
 
 from config import ConfigError, save_config
+from data import DataError
 from evaluate import EvaluateConfig
 from grpo import GRPOConfig
 from infer import InferConfig
 from report import ReportConfig
 from retriever import RetrieverConfig
-from runs import OWN_KEYS, claim_folder, folder_owner
+from runs import OWN_KEYS, claim_folder, folder_owner, read_json
 from serve import ServeConfig
 from sft import SFTConfig
 
@@ -73,3 +74,10 @@ def test_indexes_data_folders_and_files(tmp_path):
     (tmp_path / "data/made.json").unlink()
     (tmp_path / "data/config.yaml").write_bytes(b"\xff")  # unreadable: tells nothing
     claim_folder(str(tmp_path / "data"), "grpo.py")
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"value": 1', b"\xff\x00"])
+def test_a_damaged_json_file_is_named_with_the_way_out(tmp_path, content):
+    (tmp_path / "best.json").write_bytes(content)
+    with pytest.raises(DataError, match="best.json.* JSON.*; mend or remove it"):
+        read_json(str(tmp_path / "best.json"))

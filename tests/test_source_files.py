@@ -170,6 +170,17 @@ def test_a_second_run_does_nothing_even_without_the_sources(tmp_path, topiocqa_c
     assert os.stat(f"{tmp_path}/out/corpus.jsonl").st_mtime_ns == before
 
 
+@pytest.mark.parametrize("stamp", ["[1]", "null", '{"command": "topiocqa", "files": [1]}', "{"])
+def test_a_damaged_made_json_is_named_and_nothing_overwritten(tmp_path, topiocqa_counts, stamp):
+    source, out = topiocqa_source(tmp_path / "raw"), f"{tmp_path}/out"
+    make("topiocqa", source, out)
+    put(f"{out}/made.json", stamp)
+    held = sorted(os.listdir(out))
+    with pytest.raises(DataError, match="made.json: 'files' is|holds .* not written by"):
+        make("topiocqa", source, out)
+    assert sorted(os.listdir(out)) == held
+
+
 KILLED = """
 import signal, sys
 sys.path.insert(0, {root!r})

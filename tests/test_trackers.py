@@ -207,6 +207,14 @@ def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, capsys):
     assert capsys.readouterr().out.count("warning: tensorboard failed") == 1
 
 
+@needs("tensorboard")
+def test_a_tracker_named_twice_gets_a_figure_once(tmp_path):
+    tracked = Trackers(["tensorboard", "tensorboard"], Config(str(tmp_path)), 0)
+    tracked.log({"step": 0, "reward": 1.0})
+    tracked.close()
+    assert scalars(tmp_path) == {(0, "reward"): [1.0]}
+
+
 def test_off_by_default_nothing_is_written(tmp_path):
     tracked = Trackers([], Config(str(tmp_path)), 0)
     tracked.log({"step": 0, "reward": 1.0})

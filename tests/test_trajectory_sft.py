@@ -426,8 +426,11 @@ def test_a_run_on_trajectories(lm, tmp_path):
         lines[-1]["heldout_loss"] < lines[0]["heldout_loss"]
         and Path(result["model"], "config.json").exists()
     )
-    with pytest.raises(ConfigError, match="target=rewrite is for turns"):
-        sft.main(config(lm, path, tmp_path / "p", target="rewrite"))
+    for key, value in (("target", "rewrite"), ("instruction", "i.txt")):
+        (tmp_path / "i.txt").write_text("Rewrite.")
+        value = str(tmp_path / value) if key == "instruction" else value
+        with pytest.raises(ConfigError, match=f"{key}={value} is for turns"):
+            sft.main(config(lm, path, tmp_path / "p", **{key: value}))
 
 
 def test_ids_of_any_kind(tmp_path):
