@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import json
 import os
 import sys
 import zipfile
