@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Literal
 
+import yaml
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from config import ConfigError, run  # noqa: E402
@@ -462,9 +464,11 @@ def arm_figures(cfg: StudyConfig, name: str) -> dict:
     figures = asdict(arm) | {"commands": [note for note in map(read_json, notes) if note]}
     if stats := read_json(f"{cfg.work}/sample/{arm.data}/sample_stats.json"):
         figures["records"] = stats["kept"]
-    metrics = f"{cfg.work}/{name}/grpo/metrics.jsonl"
-    if os.path.exists(metrics):
-        with open(metrics, encoding="utf-8") as f:
+    folder = f"{cfg.work}/{name}/grpo"
+    if os.path.exists(f"{folder}/metrics.jsonl"):
+        with open(f"{folder}/config.yaml", encoding="utf-8") as f:
+            figures["lr"] = yaml.safe_load(f)["lr"]
+        with open(f"{folder}/metrics.jsonl", encoding="utf-8") as f:
             rows = [json.loads(line) for line in f]
         figures["dev"] = {r["step"]: round(r["dev_mrr"], 4) for r in rows if "dev_mrr" in r}
         for key in ("reward", "kl"):
