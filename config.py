@@ -201,7 +201,8 @@ def convert(value: Any, tp: Any, key: str) -> Any:
         return float(value)
     elif tp in (bool, str) and isinstance(value, tp):
         return value
-    shown = "null" if value is None else f"{value!r} of type {type(value).__name__}"
+    kind = "" if origin is Literal else f" of type {type(value).__name__}"
+    shown = "null" if value is None else f"{value!r}{kind}"
     raise ConfigError(f"{key}={shown}; it must be {type_name(tp)}")
 
 

@@ -6,6 +6,7 @@ strings. A bad line raises DataError with its number.
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import io
 import json
@@ -239,8 +240,16 @@ class Row(dict):
         return DataError(f"{self.location}: {problem}")
 
     def wrong(self, key: str, rule: str) -> DataError:
-        found, fields_found = repr(self.get(key))[:60], ", ".join(self)[:200]
-        return self.error(f"{key!r} is {found}; it must be {rule} (fields found: {fields_found})")
+        found = f"is {self[key]!r:.60}" if key in self else "is missing"
+        fields_found = ", ".join(self)[:200]
+        return self.error(f"{key!r} {found}; it must be {rule} (fields found: {fields_found})")
+
+    def check_names(self, *names: str) -> None:
+        """DataError for a field that is nearly one of `names`, which is not there itself."""
+        for name in names:
+            near = name not in self and difflib.get_close_matches(name, self, n=1, cutoff=0.8)
+            if near and near[0] not in names:
+                raise self.error(f"unknown field {near[0]!r}; did you mean {name!r}?")
 
     def field(self, key: str, kind: type) -> Any:
         if not isinstance(value := self.get(key), kind):
@@ -361,6 +370,7 @@ def read_turns(path: str) -> list[Turn]:
     """The turns of a file in order; `gold_ids` may be empty (see `with_gold`)."""
     turns: dict[str, Turn] = {}
     for _, row in read_jsonl(path):
+        row.check_names("query_id", "conversation_id", "turn", "context", "question", "gold_ids")
         query_id = row.id("query_id", turns)
         golds = [] if row.get("gold_ids") is None else row.texts("gold_ids")
         optional = ("answer", "rewrite", "response")
@@ -409,6 +419,7 @@ def read_questions(path: str) -> list[Question]:
     """The questions of a file, without golden answers that normalise to ""."""
     questions: dict[str, Question] = {}
     for _, row in read_jsonl(path):
+        row.check_names("question", "golden_answers")
         key = row.id("id", questions)
         golds = list(filter(scorable, as_texts(row.get("golden_answers")) or []))
         if not golds:

@@ -173,6 +173,7 @@ def noted_signals() -> Iterator[list[int]]:
         noted.append(number)
         if time.monotonic() - first > 2:
             raise KeyboardInterrupt
+        os.write(2, b"stopping after this step; a second signal stops at once\n")
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup

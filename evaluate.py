@@ -384,6 +384,9 @@ def compare(
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
         note += " Percentile intervals of so few are slightly too narrow."
+    if cfg.query or cfg.rewrites:
+        r = cfg.retriever
+        note += f" Searched with {r.kind}: {r.url or r.index or r.corpus}."
     parts = [tables(rows, note), *(group_table(kind, rows, main_metric) for kind in groups)]
     result = {"system": title} | row | {"ci_unit": unit}
     if len(rows) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import os
@@ -32,8 +33,11 @@ BAD_FILES = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickl
 
 def _reason(path: str, e: Exception) -> str:
     """Why loading failed; the libraries take a missing folder for a hub name."""
-    if not os.path.exists(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        return "there is no such folder"
+    parent, name = os.path.split(path)
+    local = path.startswith((".", "/", "~")) or path.count("/") > 1 or os.path.isdir(parent)
+    if local and not os.path.exists(path):
+        near = difflib.get_close_matches(name, os.listdir(parent)) if os.path.isdir(parent) else []
+        return "; did you mean ".join(["there is no such folder", *near[:1]])
     return first_line(e)
 
 

@@ -244,6 +244,7 @@ def load_encoder(name: str, device: str = "auto", **overrides) -> tuple[nn.Modul
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as e:
         local = name.startswith((".", "/", "~")) or name.count("/") > 1  # not a hub name
+        local = local or os.path.isdir(os.path.dirname(name))
         gone = local and not os.path.exists(name)
         reason = "there is no such folder" if gone else " ".join(str(e).split())[:200]
         raise RetrieverError(
@@ -486,10 +487,22 @@ def _load(cfg: RetrieverConfig) -> tuple[nn.Module, Any, Encoder, int]:
     return model, tokenizer, encoder, batch_tokens
 
 
+def warn_of_idle(cfg: RetrieverConfig) -> None:
+    """Name settings that speak for another `kind`, which is bm25 unless it is given."""
+    for key, kinds in (("encoder", ("dense", "hybrid")), ("url", ("remote",))):
+        if (value := getattr(cfg, key)) and cfg.kind not in kinds:
+            print(
+                f"warning: {key}={value} has no effect with kind={cfg.kind}; it is for "
+                f"kind={' or '.join(kinds)}",
+                file=sys.stderr,
+            )
+
+
 def open_retriever(
     cfg: RetrieverConfig,
 ) -> BM25Retriever | DenseRetriever | HybridRetriever | RemoteRetriever:
     """Open the configured retriever: saved indexes, or for BM25 just a corpus."""
+    warn_of_idle(cfg)
     if cfg.kind == "remote":
         return RemoteRetriever(cfg.url, cfg.timeout, cfg.retries, batch=cfg.request_queries)
     if not cfg.index and not (cfg.kind == "bm25" and cfg.corpus):
@@ -542,6 +555,7 @@ def main(cfg: RetrieverConfig) -> dict | None:
     if not cfg.corpus or not cfg.index:
         raise RetrieverError("building needs a corpus and an index: give corpus=FILE index=FOLDER")
     claim_folder(cfg.index, "retriever.py")
+    warn_of_idle(cfg)
     if "RANK" in os.environ:
         setup()
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The newcomer's door.  ./run.sh demo: set up, then the whole chain on a CPU (about eight minutes on two cores).
-#                       ./run.sh test: set up, then the tests.       ./run.sh setup: the environment alone.
+# ./run.sh demo: set up, then the whole chain on a CPU (about eight minutes on two cores).
+# ./run.sh test: set up, then the tests.  ./run.sh setup: the environment alone.
 # Everything is written below this folder: .venv, data/, models/, runs/.  PYTHON=python3.12 chooses another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -30,7 +30,7 @@ setup() {  # $1: a requirements file
 }
 
 demo() {
-  # glibc keeps the memory of large tensors instead of asking the kernel for zeroed pages each time: a tenth of the time
+  # glibc keeps the memory of large tensors instead of asking the kernel for zeroed pages each time: saves a tenth of the time
   export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000
   setup requirements-demo.txt
   local py="$VENV/bin/python" demo=runs/demo

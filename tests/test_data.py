@@ -436,6 +436,19 @@ def test_bad_turns_name_line_and_field(tmp_path, change, said):
         data.read_turns(path)
 
 
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [("contxt", "context"), ("conversationid", "conversation_id"), ("qestion", "question")],
+)
+def test_a_misspelt_field_of_a_turn_is_not_taken_for_an_absent_one(tmp_path, wrong, meant):
+    row = turn()
+    row[wrong] = row.pop(meant)
+    path = put(tmp_path, [row])
+    message = re.escape(f"{path}:1: unknown field {wrong!r}; did you mean {meant!r}?")
+    with pytest.raises(data.DataError, match=message):
+        data.read_turns(path)
+
+
 def test_infinite_turn_number(tmp_path):
     path = put(tmp_path, '{"query_id": "a", "question": "q", "turn": 1e999}\n')
     with pytest.raises(data.DataError, match=":1: 'turn' is inf"):

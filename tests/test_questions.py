@@ -488,9 +488,9 @@ def test_wiki18(tmp_path, name):
 @pytest.mark.parametrize(
     "lines, message",
     [
-        (['{"contents": "a"}'], ":1: 'id' is None"),
+        (['{"contents": "a"}'], ":1: 'id' is missing"),
         (['{"id": "1", "contents": "a"}', '{"id": "2", "conte'], ":2: not valid JSON"),
-        (['{"id": "1", "content": "a"}'], ":1: 'title' is None"),
+        (['{"id": "1", "content": "a"}'], ":1: 'title' is missing"),
     ],
 )
 def test_wrong_wiki18_lines_are_named(tmp_path, lines, message):

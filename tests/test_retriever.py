@@ -426,3 +426,19 @@ def test_command_line(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1])["count"] == 9
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ({"encoder": "models/e5"}, "encoder=models/e5 has no effect with kind=bm25"),
+        ({"url": "http://x"}, "url=http://x has no effect with kind=bm25"),
+        ({"kind": "bm25"}, ""),
+    ],
+)
+def test_a_setting_of_another_kind_of_search_is_named(tmp_path, capsys, words, said):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "p", "title": "", "text": "a passage"}\n', encoding="utf-8")
+    open_retriever(RetrieverConfig(corpus=str(corpus), **words))
+    err = capsys.readouterr().err
+    assert said in err and ("warning" in err) == bool(said)
