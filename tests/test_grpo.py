@@ -420,7 +420,7 @@ def test_statistics_are_means_over_updates_and_tokens(dist, monkeypatch):
     rng = random.Random(1)
     for r in rollouts:
         r.logprobs = [rng.uniform(-7, -4) for _ in r.logprobs]
-    rollouts[0].logprobs[0] = -12.0  # the largest gap, in the first update
+    rollouts[0].logprobs[0] = -20.0  # the largest gap, in the first update
     cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, importance_cap=2.0)
     cfg.micro_batch_tokens = 20
     policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
@@ -770,7 +770,8 @@ def test_an_engine_error_is_left_out_and_a_step_of_them_stops_with_a_reason(dist
     rollouts = rollouts_of([(0, response_text("t", "a")), (0, "x")], end="engine_error")
     scores = scored(rollouts, Ranker({"a": 1}))
     assert [s.reward for s in scores] == [None, None]
-    with pytest.raises(grpo.Stopped, match="failed"):
+    rollouts[1].end = "eos"  # this one's search failed
+    with pytest.raises(grpo.Stopped, match="all 2 rollouts.*failed, 1 in the engine.* 1 in search"):
         grpo.rollout_advantages(rollouts, scores)
 
 
@@ -1242,6 +1243,28 @@ def test_a_step_goes_in_its_order_with_its_learning_rate(dist, monkeypatch):
         assert calls == ["sleep", *update_and_sync]
         assert (row["step"], row["lr"]) == (step + 1, lr)
         calls.clear()
+
+
+@pytest.mark.parametrize("rank, mine", [(0, [0, 2, 4]), (1, [1, 3])])
+def test_validation_is_greedy_and_shared_by_the_ranks(dist, monkeypatch, rank, mine):
+    asked, kept = [], []
+
+    def rollouts(engine, prompts, sampling, progress):
+        asked.append((prompts, sampling.temperature, sampling.n, sampling.max_tokens))
+        return "rollouts"
+
+    def validated(found, own, dev):
+        assert found == "rollouts"
+        return {"own": own, "mrr": 0.5}
+
+    task = SimpleNamespace(rollouts=rollouts, validate=validated, best="dev_mrr")
+    run = SimpleNamespace(task=task, engine=None, dev=list("abcde"), steps=9, best={})
+    run.dist, run.dev_prompts = SimpleNamespace(rank=rank, world=2), [[i] for i in range(5)]
+    run.cfg = grpo.GRPOConfig(max_response_tokens=7)
+    monkeypatch.setattr(training, "keep_best", lambda run, *found: kept.append(found))
+    monkeypatch.setattr(grpo, "validation_line", lambda *_: "")
+    assert grpo.validate(run, 3) == {"dev_own": ["abcde"[i] for i in mine], "dev_mrr": 0.5}
+    assert asked == [([[i] for i in mine], 0.0, 1, 7)] and kept == [(3, 0.5)]
 
 
 def loaded(world, out, dist, *more):

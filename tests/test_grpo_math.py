@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
-from scoring.health import collapse_reason, step_figures
+from scoring.health import collapse_reason, mean, step_figures
 from engines.torch_engine import sample_tokens
 from rollout import EngineGap
 from grpo import (
@@ -411,6 +411,43 @@ def test_a_think_block_that_shrinks_to_a_set_phrase_is_seen():
     figures = step_figures([cut, row | {"response": "<think>as asked</think>"}])
     assert figures["think_words"] == 1.0  # neither results nor another response's words count
     assert step_figures([row | {"response": ""}])["think_distinct"] == 0.0
+
+
+def test_figures_of_a_step_by_hand():
+    """One of seven rollouts failed, alone in its group; one group of three is flat."""
+    table = [
+        (0, 2.0, 0.7, True, 1, "a b c", 10, "eos"),
+        (0, 1.0, -0.7, True, 10, "a b", 20, "eos"),
+        (1, 0.5, 0.0, True, 55, "a", 30, "stop"),
+        (1, 0.5, 0.0, False, None, None, 40, "length"),
+        (2, None, None, True, None, "a b c d", 50, "eos"),
+        (3, 1.0, -1.0, True, 2, "a b c d", 60, "eos"),
+        (3, 1.0, 0.0, True, 100, "a b c d", 70, "length"),
+    ]
+    names = ("group", "reward", "advantage", "well_formed", "rank", "rewrite", "tokens", "end")
+    rows = [dict(zip(names, row)) | {"response": ""} for row in table]
+    figures = step_figures(rows)
+    rewards = [2.0, 1.0, 0.5, 0.5, 1.0, 1.0]
+    std = math.sqrt(sum((x - 1.0) ** 2 for x in rewards) / 5)
+    expected = {
+        **{"reward": 1.0, "reward_std": std, "format_rate": 5 / 6, "failed": 1},
+        **{"flat_groups": 1 / 3, "response_tokens": 40.0, "length_stops": 2 / 7},
+        **{"hit@1": 1 / 6, "hit@10": 3 / 6, "hit@100": 5 / 6, "rewrite_words": 14 / 6},
+        "mrr": (1 + 1 / 10 + 1 / 55 + 1 / 2 + 1 / 100) / 6,
+    }
+    assert {key: figures[key] for key in expected} == pytest.approx(expected)
+    assert step_figures(rows[:2])["reward_std"] == pytest.approx(math.sqrt(0.5))
+    assert step_figures(rows[:1])["reward_std"] == 0.0  # unknown, and no fault
+
+
+def test_means_are_of_what_is_known():
+    assert mean([1.0, None, math.nan, math.inf, 4.0]) == 2.5
+    assert math.isnan(mean([])) and math.isnan(mean([None, math.nan]))
+    good = dict(format_rate=0.9, reward=1.0, entropy=0.5, kl=0.01)
+    unknown = good | dict(entropy=math.nan, kl=math.nan)  # steps that trained nothing
+    for change in (dict(entropy=4.0), dict(kl=3.0)):
+        assert collapse_reason([unknown] * 10 + [good] * 10 + [good | change] * 10)
+    assert collapse_reason([good] * 10 + [unknown] * 10) is None
 
 
 INFINITE = [
