@@ -527,14 +527,17 @@ def test_groups_are_dealt_out_by_tokens_and_never_split():
     ties = assign_groups([{0: 5, 1: 5}, {0: 5, 1: 5}])  # the home rank, then the lowest
     assert ties == {(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 0}
     assert assign_groups([{0: 9}, {}]) == {(0, 0): 0}
+    uneven = assign_groups([{0: 32, 1: 9, 2: 11}, {0: 10}])
+    assert uneven == {(0, 0): 0, (0, 2): 1, (1, 0): 1, (0, 1): 1}
+    assert assign_groups([{0: 3, 1: 1}, {0: 2}]) == {(0, 0): 0, (1, 0): 1, (0, 1): 1}
     assert assign_groups([{0: 2, 1: 9, 2: 3}, {}]) == {(0, 1): 0, (0, 2): 1, (0, 0): 1}
 
 
 def test_a_group_goes_whole_to_its_new_rank_in_the_order_of_home_and_number(monkeypatch):
     """Two ranks as threads. A prompt counts once, masked tokens as much as others: of (home, group)
-    = tokens, longest first, (0, 0) = 32 stays, (0, 2) = 11, (1, 0) = 10 and (0, 1) = 9 go to
-    rank 1."""
-    groups = [[(0, 30, 1), (1, 1, 4), (2, 1, 5)], [(0, 6, 2)]]  # number, prompt, response tokens
+    = tokens, longest first, (0, 2) = 11 stays, (0, 0) = 10 goes to rank 1, where (1, 0) = 10 is,
+    and (0, 1) = 9 stays."""
+    groups = [[(0, 8, 1), (1, 1, 4), (2, 1, 5)], [(0, 6, 2)]]  # number, prompt, response tokens
     box, barrier, held = [None, None], threading.Barrier(2), [None, None]
 
     def gather(value):
@@ -562,9 +565,8 @@ def test_a_group_goes_whole_to_its_new_rank_in_the_order_of_home_and_number(monk
     found = [
         [(r.group_id, r.prompt_ids[0], r.response_ids[0], a) for r, a in zip(*h)] for h in held
     ]
-    assert found[0] == [(0, 0, 1, 0.125), (0, 0, 2, 0.25)]
-    arrived = [(0, 1, 1.0), (1, 2, 2.0), (2, 10, 10.0)]
-    assert found[1] == [(n, p, side, a + side / 8) for n, p, a in arrived for side in (1, 2)]
+    for own, expected in zip(found, ([(0, 1, 1.0), (1, 2, 2.0)], [(0, 0, 0.0), (1, 10, 10.0)])):
+        assert own == [(n, p, side, a + side / 8) for n, p, a in expected for side in (1, 2)]
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
@@ -648,6 +650,11 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
     four = [Rollout([*begin, 10 + n], [20] * n, [0.0] * n, [1] * n, n, "eos") for n in (2, 3, 5, 4)]
     batch = collate_rollouts(four, [0.0] * 4, 0)
     assert micro_batch_rows(batch, [0, 1, 2, 3], 3 + 7) == [[2, 0], [3, 1]]
+    # equal responses to one question asked twice: prompts are shared, responses are not
+    twice = [Rollout(begin, [20] * 4, [0.0] * 4, [1] * 4, g, "eos") for g in (0, 1)]
+    batch = collate_rollouts(twice, [0.0] * 2, 0)
+    assert micro_batch_rows(batch, [0, 1], 3 + 6) == [[0, 1]]
+    assert micro_batch_rows(batch, [0, 1], 3 + 5) == [[0], [1]]
 
 
 def test_a_non_finite_gradient_skips_the_step(dist):

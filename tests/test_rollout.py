@@ -734,11 +734,12 @@ def test_collate_equals_a_slow_loop():
             assert batch.loss_mask[i, t] == trained
             assert batch.logprobs[i, t].item() == pytest.approx(r.logprobs[j] if trained else 0.0)
     assert batch.advantages.tolist() == [0.5, -1.0, 0.0] and batch.advantages.dtype == torch.float32
-    chosen = batch.select(torch.tensor([2, 0]))  # cut to the longest of them
-    assert len(batch) == 3 and len(chosen) == 2
-    whole = collate_rollouts([rollouts[2], rollouts[0]], [0.0, 0.5], 2)
-    for f in dataclasses.fields(batch):
-        assert torch.equal(getattr(chosen, f.name), getattr(whole, f.name)), f.name
+    assert len(batch) == 3
+    for rows in ([2, 0], [2]):  # cut to the longest of them
+        chosen = batch.select(torch.tensor(rows))
+        whole = collate_rollouts([rollouts[i] for i in rows], batch.advantages[rows], 2)
+        for f in dataclasses.fields(batch):
+            assert torch.equal(getattr(chosen, f.name), getattr(whole, f.name)), f.name
 
 
 def test_pad_equal_to_eos_keeps_the_end_token():
