@@ -34,7 +34,6 @@ class Update:
 
     micro_batches: list[MicroBatch]
     loss_mask: Tensor  # (B, T), left out sequences included
-    advantages: Tensor  # (B,)
 
 
 def training_batch(rollouts: list[Rollout], advantages: list[float], pad_id: int) -> RolloutBatch:
@@ -76,7 +75,7 @@ def assign_groups(sizes: list[dict[int, int]]) -> dict[tuple[int, int], int]:
     rank, then the lowest."""
     load, owners = [0] * len(sizes), {}
     groups = [(size, rank, group) for rank, own in enumerate(sizes) for group, size in own.items()]
-    for size, home, group in sorted(groups, key=lambda g: (-g[0], g[1], g[2])):
+    for size, home, group in sorted(groups, key=lambda g: -g[0]):
         owner = home if load[home] == min(load) else load.index(min(load))
         owners[home, group] = owner
         load[owner] += size
@@ -133,5 +132,5 @@ def plan_updates(
             groups = part.prompt_lengths, part.group_ids
             packed = pack(policy, part.tokens, part.attention_mask, part.loss_mask, groups)
             micro_batches.append(MicroBatch(part.to(device), packed))
-        plans.append(Update(micro_batches, batch.loss_mask[share], batch.advantages[share]))
+        plans.append(Update(micro_batches, batch.loss_mask[share]))
     return plans

@@ -160,7 +160,7 @@ def clipped_policy_loss(
     logprobs, old_logprobs (B, T), advantages (B,) → loss (B, T), finite, and where the clip binds,
     (B, T) bool.
     """
-    ratio = torch.exp(difference(logprobs, old_logprobs).clamp(-20.0, 20.0))
+    ratio = torch.exp(difference(logprobs, old_logprobs).clamp(max=20.0))
     a = advantages[:, None]
     free, clipped = -a * ratio, -a * ratio.clamp(1 - clip_eps, 1 + clip_eps)
     return torch.maximum(free, clipped), clipped > free
@@ -178,8 +178,8 @@ def importance_weights(
     log_ratio = difference(logprobs, engine_logprobs).detach()
     log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
     if level == "token":
-        return torch.exp(log_ratio.clamp(-20.0, 20.0)).clamp(max=cap)
-    ratio = torch.exp(log_ratio.sum(-1, keepdim=True).clamp(-20.0, 20.0))
+        return torch.exp(log_ratio.clamp(max=20.0)).clamp(max=cap)
+    ratio = torch.exp(log_ratio.sum(-1, keepdim=True).clamp(max=20.0))
     return torch.where(ratio > cap, 0.0, ratio).expand_as(log_ratio)
 
 
@@ -363,8 +363,8 @@ def policy_loss(
         gap = torch.where(mask, difference(old, part.logprobs).abs(), 0.0)
         positive = part.advantages[:, None] > 0
         rising = torch.where(positive, logprobs, 0.0)
-        seen = weights.double()
-        values = (mask, kl, clipped, -logprobs, gap, start_gap, positive, rising, seen, seen**2)
+        weight = weights, weights**2
+        values = (mask, kl, clipped, -logprobs, gap, start_gap, positive, rising, *weight)
         sums = [torch.where(mask, x, 0.0).sum(dtype=torch.float64) for x in values]
         return loss, torch.stack([*sums, loss.double()]), gap.max()
 

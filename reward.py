@@ -41,8 +41,8 @@ def parse_response(text: str, parser: str = "strict") -> Parsed:
         and text.endswith("</rewrite>")
     ):
         think, _, rest = text[len("<think>") : -len("</rewrite>")].partition("</think>")
-        between, opening, rewrite = rest.partition("<rewrite>")
-        if opening and not between.strip() and rewrite.strip():
+        between, _, rewrite = rest.partition("<rewrite>")
+        if not between.strip() and rewrite.strip():
             return Parsed(think.strip(), rewrite.strip(), True)
     return Parsed(None, None, False)
 
@@ -56,7 +56,7 @@ def _parse_paper(text: str) -> Parsed:
     """
     rewrite = _first_block(text, "rewrite")
     joint = "</think>\n<rewrite>"
-    middle = text.find(joint, len("<think>")) if text.startswith("<think>") else -1
+    middle = text.find(joint) if text.startswith("<think>") else -1
     if middle < 0:
         return Parsed(None, rewrite, False)
     tail = text[middle + len(joint) :]

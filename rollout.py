@@ -187,7 +187,7 @@ def collate_rollouts(
         torch.from_numpy(real.astype(np.int64)),
         loss_mask,
         torch.where(loss_mask > 0, logprobs, 0.0),
-        torch.as_tensor(advantages, dtype=torch.float32).detach().clone(),
+        torch.as_tensor(advantages, dtype=torch.float32),
         torch.from_numpy(prompts[:, 0]),
         torch.tensor([r.group_id for r in rollouts]),
     )

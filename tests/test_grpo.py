@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ import training
 from batching import assign_groups, deal_out, micro_batch_rows, plan_updates
 from engines.base import Rollout
 from model import load_causal_lm, make_optimizer, prepare_causal_lm
-from packing import share_prefixes, token_logprobs
+from packing import packed_logprobs, share_prefixes, token_logprobs
 from prompts import encode_example, response_text
 from rollout import collate_rollouts
 from runs import read_metrics, write_jsonl
@@ -349,6 +351,129 @@ def test_several_updates_on_a_batch_use_the_policy_before_the_first(dist):
     )
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_loss_and_figures_of_a_moved_policy_equal_loops_in_float64(dist, level):
+    """Clip, importance weights, KL and entropy at once. The ratio is to the policy before the
+    update, the weight that policy's to the engine, the start gap the reference's to the engine."""
+    rollouts, advantages = make_batch()
+    rng = random.Random(1)
+    for r in rollouts:
+        r.logprobs = [rng.uniform(-7, -4) for _ in r.logprobs]
+    cfg = grpo.GRPOConfig(
+        **{"clip_eps": 0.1, "kl_coef": 0.5, "kl_limit": 0.5, "entropy_coef": 0.3},
+        **{"importance_cap": 3.0, "importance_level": level, "micro_batch_tokens": 40},
+    )
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+    before, reference = (prepare_causal_lm(tiny.tiny_lm(seed=s)) for s in (3, 2))
+    (one,) = plans(policy, rollouts, advantages, cfg)
+    grpo.add_reference(reference, [one], cfg.temperature)
+    for micro in one.micro_batches:
+        with torch.no_grad():
+            micro.old_logprobs = packed_logprobs(before, micro.packed, cfg.temperature)
+    parts = [grpo.policy_loss(policy, cfg, 50.0, micro) for micro in one.micro_batches]
+    sum(loss for loss, *_ in parts).backward()
+    found = dict(zip(grpo.SUMS, sum(sums for _, sums, _ in parts).tolist()))
+
+    models = [tiny.tiny_lm(seed=s).double() for s in (1, 3, 2)]
+    total, figures, gaps = 0.0, dict.fromkeys(grpo.SUMS, 0.0), []
+    for r, a in zip(rollouts, advantages.tolist()):
+        ids = torch.tensor([r.prompt_ids + r.response_ids])
+        places = [i for i, written in enumerate(r.loss_mask) if written]
+        rows = [len(r.prompt_ids) + i - 1 for i in places]
+        dists = [(m(ids).logits[0, rows] / cfg.temperature).log_softmax(-1) for m in models]
+        words = torch.tensor([r.response_ids[i] for i in places])
+        own, old, ref = (d.gather(1, words[:, None])[:, 0] for d in dists)
+        entropy = -(dists[0].exp() * dists[0]).sum(-1)
+        engine = torch.tensor([r.logprobs[i] for i in places], dtype=torch.float64)
+        ratios = (old - engine).exp().tolist()
+        product = math.prod(ratios)
+        for t in range(len(places)):
+            ratio = (own[t] - old[t].detach()).exp()
+            bound = min(max(ratio.item(), 0.9), 1.1)
+            free = ratio.item() * a <= bound * a
+            d, weight = ref[t].detach() - own[t], min(ratios[t], 3.0)
+            if level == "sequence":
+                weight = 0.0 if product > 3.0 else product
+            kl = d.exp() - d - 1 if d <= 0.5 else math.exp(0.5) * (1 + d - 0.5) - d - 1
+            total += weight * -a * (ratio if free else bound) + 0.5 * kl - 0.3 * entropy[t]
+            gaps.append(abs(old[t] - engine[t]).item())
+            seen = {
+                **{"tokens": 1, "kl": kl.item(), "clipped": not free, "entropy": -own[t].item()},
+                **{"engine_gap": gaps[-1], "start_gap": abs(ref[t] - engine[t]).item()},
+                **{"positive": a > 0, "positive_logprob": own[t].item() * (a > 0)},
+                **{"weight": weight, "weight_squared": weight**2},
+            }
+            figures |= {key: figures[key] + value for key, value in seen.items()}
+    (total / 50).backward()
+    figures["loss"] = total.item() / 50
+    assert 0 < figures["clipped"] < figures["tokens"] and figures["weight"] > 0
+    assert found == pytest.approx(figures, rel=1e-4)
+    assert max(gap.item() for *_, gap in parts) == pytest.approx(max(gaps), rel=1e-5)
+    for p, expected in zip(policy.parameters(), models[0].parameters()):
+        grad = distributed.full_tensor(p.grad)
+        assert (grad - expected.grad).abs().max() <= 1e-4 * expected.grad.abs().max() + 1e-7
+
+
+def test_statistics_are_means_over_updates_and_tokens(dist, monkeypatch):
+    """Steps of size 0: both updates meet the same policy, whose log-probabilities a loop gives."""
+    rollouts, advantages = make_batch()
+    rng = random.Random(1)
+    for r in rollouts:
+        r.logprobs = [rng.uniform(-7, -4) for _ in r.logprobs]
+    rollouts[0].logprobs[0] = -20.0  # the largest gap, in the first update
+    cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2, importance_cap=2.0)
+    cfg.micro_batch_tokens = 20
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+    still = torch.optim.SGD(policy.parameters(), lr=0.0)
+    stats = updated(policy, still, rollouts, advantages, cfg, dist)
+    model, losses, gaps, ratios, weights = tiny.tiny_lm(seed=1).double(), [], [], [], []
+    for share in (range(4), range(4, 8)):
+        losses.append([])
+        for r, a in ((rollouts[i], advantages[i].item()) for i in share):
+            ids = torch.tensor([r.prompt_ids + r.response_ids])
+            logprobs = (model(ids).logits[0, :-1] / cfg.temperature).log_softmax(-1)
+            own = logprobs.gather(1, ids[0, 1:, None])[len(r.prompt_ids) - 1 :, 0].tolist()
+            for x, engine, written in zip(own, r.logprobs, r.loss_mask):
+                if written:
+                    gaps.append(abs(x - engine))
+                    ratios.append(math.exp(x - engine))
+                    weights.append(min(ratios[-1], 2.0))
+                    losses[-1].append(-a * weights[-1])
+    assert stats["tokens"] == len(gaps) and stats["clipped"] == 0
+    assert stats["engine_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+    assert stats["engine_gap_max"] == pytest.approx(max(gaps), rel=1e-5)
+    assert stats["loss"] == pytest.approx(sum(sum(x) / len(x) for x in losses) / 2, rel=1e-4)
+    cfg.importance_cap = None  # without a cap what the weights would be is measured
+    uncapped = updated(policy, still, rollouts, advantages, cfg, dist)
+    for figures, found in ((stats, weights), (uncapped, ratios)):
+        effective = sum(found) ** 2 / sum(w * w for w in found) / len(found)
+        assert figures["effective_samples"] == pytest.approx(effective, rel=1e-4)
+    monkeypatch.setattr(distributed, "gather_objects", lambda gap: [gap, 99.0])  # another rank's
+    worse = updated(policy, still, rollouts, -advantages.abs(), cfg, dist)
+    assert worse["engine_gap_max"] == 99.0
+    assert math.isnan(worse["positive_logprob"])  # no response was better: unknown, not 0
+
+
+def test_a_micro_batch_computes_each_prompt_once(dist):
+    rollouts, advantages = make_batch()
+    policy = prepare_causal_lm(tiny.tiny_lm())
+    ((micro,),) = (u.micro_batches for u in plans(policy, rollouts, advantages, grpo.GRPOConfig()))
+    assert micro.packed.computed == 6 + 11 + sum(len(r.response_ids) - 1 for r in rollouts)
+
+
+def test_one_update_needs_no_pass_for_the_policy_before_it(dist):
+    rollouts, advantages = make_batch()
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+    passes = []
+    policy.base_model.register_forward_hook(lambda *_: passes.append(1))
+    for updates, expected in ((1, 1), (2, 4)):
+        cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=updates)
+        still = torch.optim.SGD(policy.parameters(), lr=0.0)
+        updated(policy, still, rollouts, advantages, cfg, dist)
+        assert len(passes) == expected
+        passes.clear()
+
+
 def test_an_update_without_a_sequence_of_its_own_changes_nothing(dist):
     """Failed rollouts may leave fewer sequences than updates_per_batch: the update that gets none is no step, no fault."""
     rollouts, advantages = make_batch()
@@ -399,8 +524,49 @@ def test_groups_are_dealt_out_by_tokens_and_never_split():
             for rank in range(world)
         ]
         assert max(loads) <= 1.03 * sum(loads) / world
-    assert sorted(assign_groups([{0: 5, 1: 5}, {0: 5, 1: 5}]).values()) == [0, 0, 1, 1]
+    ties = assign_groups([{0: 5, 1: 5}, {0: 5, 1: 5}])  # the home rank, then the lowest
+    assert ties == {(0, 0): 0, (0, 1): 1, (1, 0): 1, (1, 1): 0}
     assert assign_groups([{0: 9}, {}]) == {(0, 0): 0}
+    uneven = assign_groups([{0: 32, 1: 9, 2: 11}, {0: 10}])
+    assert uneven == {(0, 0): 0, (0, 2): 1, (1, 0): 1, (0, 1): 1}
+    assert assign_groups([{0: 3, 1: 1}, {0: 2}]) == {(0, 0): 0, (1, 0): 1, (0, 1): 1}
+    assert assign_groups([{0: 2, 1: 9, 2: 3}, {}]) == {(0, 1): 0, (0, 2): 1, (0, 0): 1}
+
+
+def test_a_group_goes_whole_to_its_new_rank_in_the_order_of_home_and_number(monkeypatch):
+    """Two ranks as threads. A prompt counts once, masked tokens as much as others: of (home, group)
+    = tokens, longest first, (0, 2) = 11 stays, (0, 0) = 10 goes to rank 1, where (1, 0) = 10 is,
+    and (0, 1) = 9 stays."""
+    groups = [[(0, 8, 1), (1, 1, 4), (2, 1, 5)], [(0, 6, 2)]]  # number, prompt, response tokens
+    box, barrier, held = [None, None], threading.Barrier(2), [None, None]
+
+    def gather(value):
+        box[int(threading.current_thread().name)] = value
+        barrier.wait(60)
+        out = list(box)
+        barrier.wait(60)
+        return out
+
+    def rank(r):
+        rollouts = [
+            Rollout([10 * r + g] * p, [side] * n, [0.0] * n, [1] + [0] * (n - 1), g, "eos")
+            for side in (1, 2)
+            for g, p, n in groups[r]
+        ]
+        advantages = [10.0 * r + x.group_id + x.response_ids[0] / 8 for x in rollouts]
+        held[r] = deal_out(rollouts, advantages, SimpleNamespace(rank=r))
+
+    monkeypatch.setattr("batching.gather_objects", gather)
+    threads = [threading.Thread(target=rank, args=(r,), name=str(r)) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [
+        [(r.group_id, r.prompt_ids[0], r.response_ids[0], a) for r, a in zip(*h)] for h in held
+    ]
+    for own, expected in zip(found, ([(0, 1, 1.0), (1, 2, 2.0)], [(0, 0, 0.0), (1, 10, 10.0)])):
+        assert own == [(n, p, side, a + side / 8) for n, p, a in expected for side in (1, 2)]
 
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_sum_norm"])
@@ -463,9 +629,10 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
     ]
     batch = collate_rollouts(rollouts, torch.zeros(24), 0)
     lengths = [len(r.response_ids) - 1 for r in rollouts]
-    for budget in (1, 30, 80, 150, 10000):
-        pieces = micro_batch_rows(batch, list(range(24)), budget)
-        assert sorted(r for p in pieces for r in p) == list(range(24))
+    exact = 3 + 4 + sum(lengths[:4])
+    for budget, first in itertools.product((1, 30, 80, exact, 150, 10000), (2, 0)):
+        pieces = micro_batch_rows(batch, list(range(first, 24)), budget)
+        assert sorted(r for p in pieces for r in p) == list(range(first, 24))
         for piece in pieces:
             laid_out = share_prefixes(
                 batch.tokens[piece],
@@ -476,9 +643,18 @@ def test_micro_batches_hold_the_budget_and_keep_groups_together():
             size = int((laid_out.segment_ids >= 0).sum())
             assert size <= budget or len(piece) == 1
         for g in range(6):  # a group that fits is in one piece
-            if 3 + 4 + sum(lengths[4 * g : 4 * g + 4]) <= budget:
+            if 3 + 4 + sum(lengths[max(first, 4 * g) : 4 * g + 4]) <= budget:
                 assert sum(any(r // 4 == g for r in p) for p in pieces) == 1
     assert len(pieces) == 1
+    # one response a group, n tokens beyond the common beginning: the longest finds its place first
+    four = [Rollout([*begin, 10 + n], [20] * n, [0.0] * n, [1] * n, n, "eos") for n in (2, 3, 5, 4)]
+    batch = collate_rollouts(four, [0.0] * 4, 0)
+    assert micro_batch_rows(batch, [0, 1, 2, 3], 3 + 7) == [[2, 0], [3, 1]]
+    # equal responses to one question asked twice: prompts are shared, responses are not
+    twice = [Rollout(begin, [20] * 4, [0.0] * 4, [1] * 4, g, "eos") for g in (0, 1)]
+    batch = collate_rollouts(twice, [0.0] * 2, 0)
+    assert micro_batch_rows(batch, [0, 1], 3 + 6) == [[0, 1]]
+    assert micro_batch_rows(batch, [0, 1], 3 + 5) == [[0], [1]]
 
 
 def test_a_non_finite_gradient_skips_the_step(dist):
@@ -501,6 +677,29 @@ def test_a_non_finite_gradient_skips_the_step(dist):
         torch.equal(a.nan_to_num(), distributed.full_tensor(p.detach()).nan_to_num())
         for a, p in zip(before, policy.parameters())
     )
+
+
+def test_a_skipped_step_leaves_the_next_one_alone(dist):
+    """The first of two updates has no finite gradient: its rest would spoil the second."""
+    rollouts, advantages = make_batch()
+    cfg, after = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=2), []
+    for first, skipped in ((math.nan, 1), (0.0, 0)):
+        given = torch.cat([torch.full((4,), first), advantages[4:]])
+        policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+        assert updated(policy, optimizer, rollouts, given, cfg, dist)["skipped"] == skipped
+        after.append([distributed.full_tensor(p.detach()).clone() for p in policy.parameters()])
+    assert all(map(torch.equal, *after))
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_every_skipped_step_is_counted(dist, monkeypatch, norm):
+    policy = distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=1)), dist)
+    monkeypatch.setattr(distributed, "clip_grad_norm", lambda *_: norm)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    monkeypatch.setattr(optimizer, "step", lambda: pytest.fail("a step was taken"))
+    cfg = grpo.GRPOConfig(kl_coef=0.0, updates_per_batch=3)
+    assert updated(policy, optimizer, *make_batch(), cfg, dist)["skipped"] == 3
 
 
 # ------------------------------------------------------------------------------------------------------------ the scoring
@@ -578,8 +777,78 @@ def test_an_engine_error_is_left_out_and_a_step_of_them_stops_with_a_reason(dist
     rollouts = rollouts_of([(0, response_text("t", "a")), (0, "x")], end="engine_error")
     scores = scored(rollouts, Ranker({"a": 1}))
     assert [s.reward for s in scores] == [None, None]
-    with pytest.raises(grpo.Stopped, match="failed"):
+    rollouts[1].end = "eos"  # this one's search failed
+    with pytest.raises(grpo.Stopped, match="all 2 rollouts.*failed, 1 in the engine.* 1 in search"):
         grpo.rollout_advantages(rollouts, scores)
+
+
+def test_a_rank_samples_its_places_of_the_steps_order_with_seeds_of_their_own():
+    """What world size does not change: which items, in which order, with which seeds."""
+    cfg = grpo.GRPOConfig(prompts_per_step=4, group_size=3, temperature=0.9, max_response_tokens=7)
+    seeds = set()
+    for cfg.seed, step in ((0, 0), (0, 1), (5, 0)):
+        order = training.step_items(9, step, 4, cfg.seed)
+        for world in (1, 2, 4):
+            asked, samplings, items = [], [], []
+            for rank in range(world):
+                run = SimpleNamespace(cfg=cfg, items=list("abcdefghi"), engine="engine")
+                run.prompts, run.dist = [[i] for i in range(9)], SimpleNamespace(rank=rank)
+                run.dist.world, run.task = world, SimpleNamespace(rollouts=lambda *given: given)
+                (engine, prompts, how), own = grpo.sample(run, step)
+                asked, samplings, items = asked + prompts, samplings + how, items + own
+                assert engine == "engine" and len(own) == 4 // world
+            assert asked == [[i] for i in order] and items == ["abcdefghi"[i] for i in order]
+            given = {(s.n, s.temperature, s.top_p, s.max_tokens) for s in samplings}
+            assert given == {(3, 0.9, 1.0, 7)}
+            drawn = [s.seed for s in samplings]
+            assert world == 1 or drawn == of_one
+            of_one = drawn
+        seeds |= set(drawn)
+    assert len(seeds) == 12  # another for each place, step and run
+
+
+def test_advantages_go_to_the_rollouts_that_did_not_fail(dist, monkeypatch):
+    rollouts = rollouts_of([(0, "a"), (0, "b"), (0, "c"), (1, "d"), (1, "e"), (1, "f")])
+    scores = [grpo.Score("", r, {}) for r in (None, 1.0, 0.0, 5.0, None, 6.0)]
+    plain = [None, 0.5, -0.5, -0.5, None, 0.5]
+    assert grpo.rollout_advantages(rollouts, scores, False) == plain
+    scaled = grpo.rollout_advantages(rollouts, scores)
+    for found, difference in zip(scaled, plain):  # over their standard deviation
+        if difference is None:
+            assert found is None
+        else:
+            assert found == pytest.approx(difference / (math.sqrt(0.5) + 1e-6), rel=1e-6)
+    # all of this rank failed, but not all of another
+    monkeypatch.setattr(distributed, "gather_objects", lambda kept: [kept, True])
+    assert grpo.rollout_advantages(rollouts[:1], scores[:1]) == [None]
+
+
+def test_updates_hold_the_reference_and_leave_flat_groups_out_where_nothing_pulls_on_them(dist):
+    """A flat group has a gradient by KL and entropy bonus alone."""
+    rollouts, advantages = make_batch()
+    flat = [0.0 if r.group_id else a for r, a in zip(rollouts, advantages.tolist())]
+    models = [
+        distributed.shard_model(prepare_causal_lm(tiny.tiny_lm(seed=s)), dist) for s in (1, 2)
+    ]
+    for reference, entropy_coef, kept in (
+        (None, 0.0, 4),
+        (None, 0.1, 8),
+        (models[1], 0.0, 8),
+        (models[1], 0.1, 8),
+    ):
+        cfg = grpo.GRPOConfig(entropy_coef=entropy_coef, micro_batch_tokens=1, updates_per_batch=2)
+        run = SimpleNamespace(cfg=cfg, dist=dist, policy=models[0], reference=reference)
+        run.engine = SimpleNamespace(pad_id=0)
+        updates = grpo.build_updates(run, rollouts, flat)
+        trained = [m for u in updates for m in u.micro_batches if m.part.loss_mask.any()]
+        assert len(updates) == 2 and len(trained) == kept  # one sequence each
+        for micro in trained:
+            assert (micro.ref_logprobs is None) == (reference is None)
+            if reference is not None:
+                tokens, mask = micro.part.tokens, micro.part.attention_mask
+                expected = token_logprobs(reference, tokens, mask, cfg.temperature)
+                wrong = (micro.ref_logprobs - expected)[micro.part.loss_mask.bool()]
+                assert wrong.abs().max() < 2e-5 and not micro.ref_logprobs.requires_grad
 
 
 # --------------------------------------------------------------------------------------------------------------- the loop
@@ -909,6 +1178,100 @@ def test_a_run_that_cannot_learn_says_so(capsys):
     run.history = [{"skipped": 0, "flat_groups": 0.9, "format_rate": 0.5}] * 3
     training.guard(run, run.history)
     assert not capsys.readouterr().out
+
+
+def test_what_stops_a_run_and_what_does_not(capsys):
+    """Three in a row of non-finite gradients or dead tools, and a collapse where that is wanted."""
+    good = {"skipped": 0, "failed": 0, "searches": 1.0, "flat_groups": 0.5, "format_rate": 0.9}
+    good |= {"reward": 1.0, "entropy": 0.5, "kl": 0.01, "step": 7}
+    skipped, flat = good | {"skipped": 1}, good | {"flat_groups": 1.0}
+    dead, unasked = good | {"failed": 2, "searches": 0.0}, good | {"searches": 0.0}
+    cfg = grpo.GRPOConfig()
+
+    def reason(history, own=None):
+        run = SimpleNamespace(cfg=cfg, best={"step": -1}, history=history)
+        try:
+            training.guard(run, history if own is None else own)
+        except training.Stopped as e:
+            return str(e)
+
+    for history in ([skipped] * 3, [good, skipped, skipped, skipped]):
+        assert "not finite in three steps" in reason(history)
+    for history in ([skipped] * 2, [good, skipped, skipped], [skipped] * 3 + [good]):
+        assert reason(history) is None
+    assert "tools" in reason([good, dead, dead, dead])
+    for history in ([dead] * 2, [dead, good, dead], [unasked] * 3, [good | {"failed": 2}] * 3):
+        assert reason(history) is None
+    assert reason([dead] * 3, own=[dead] * 2) is None  # the first was another process's
+    assert not capsys.readouterr().out
+    for history in ([flat, flat, good], [flat] * 4):  # one warning, not one a step
+        assert reason(history) is None and not capsys.readouterr().out
+    collapsed = [good] * 20 + [good | {"format_rate": 0.1}] * 10
+    assert "collapsed: format_rate" in reason(collapsed)
+    cfg.stop_on_collapse = False
+    assert reason(collapsed) is None
+
+
+def test_the_first_of_equal_validations_is_the_best(monkeypatch):
+    exported, run = [], SimpleNamespace(kept="best", best={"value": -math.inf, "step": -1})
+    monkeypatch.setattr(training, "export", lambda run, name, notes: exported.append(notes))
+    for step, value in ((0, 0.5), (20, 0.5), (40, 0.6), (60, 0.6), (80, math.nan)):
+        training.keep_best(run, step, value)
+    assert run.best == {"value": 0.6, "step": 40} and exported == [{"best.json": run.best}]
+
+
+def test_a_step_goes_in_its_order_with_its_learning_rate(dist, monkeypatch):
+    cfg, calls = grpo.GRPOConfig(lr=1e-3, warmup_steps=2, scale_by_std=False), []
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=9.0)
+    run = SimpleNamespace(cfg=cfg, dist=dist, policy=torch.nn.Linear(1, 1), optimizer=optimizer)
+    run.steps, run.task = 9, SimpleNamespace(seconds=dict)
+    run.engine = SimpleNamespace(
+        total=SimpleNamespace(prompt_tokens=0, held_tokens=0),
+        sleep=lambda: calls.append("sleep"),
+        sync_weights=lambda named: calls.append([name for name, _ in named]),
+        wake=lambda: calls.append("wake"),
+    )
+    scored = [SimpleNamespace(reward=r, text="", figures={}) for r in (1.0, 0.0)]
+    rollouts = rollouts_of([(0, "a"), (0, "b")])
+    monkeypatch.setattr(grpo, "sample", lambda run, step: (rollouts, [turn(0, ["p"])]))
+    monkeypatch.setattr(grpo, "score", lambda *_: scored)
+    monkeypatch.setattr(grpo, "build_updates", lambda run, rollouts, advantages: advantages)
+    monkeypatch.setattr(grpo, "step_figures", lambda rows: {})
+    monkeypatch.setattr(training, "check_weights", lambda engine, stats: calls.append(stats))
+
+    def update(policy, optimizer, advantages, cfg, dist):
+        calls.append((optimizer.param_groups[0]["lr"], advantages))
+        return {"skipped": 0}
+
+    monkeypatch.setattr(grpo, "update", update)
+    for step, lr in enumerate((5e-4, 1e-3, 1e-3)):
+        row, _ = grpo.train_step(run, step)
+        update_and_sync = [(lr, [0.5, -0.5]), {"skipped": 0}, ["weight", "bias"], "wake"]
+        assert calls == ["sleep", *update_and_sync]
+        assert (row["step"], row["lr"]) == (step + 1, lr)
+        calls.clear()
+
+
+@pytest.mark.parametrize("rank, mine", [(0, [0, 2, 4]), (1, [1, 3])])
+def test_validation_is_greedy_and_shared_by_the_ranks(dist, monkeypatch, rank, mine):
+    asked, kept = [], []
+
+    def rollouts(engine, prompts, sampling, progress):
+        asked.append((prompts, sampling.temperature, sampling.n, sampling.max_tokens))
+        return "rollouts"
+
+    def validated(found, own, dev):
+        assert found == "rollouts"
+        return {"own": own, "mrr": 0.5}
+
+    task = SimpleNamespace(rollouts=rollouts, validate=validated, best="dev_mrr")
+    run = SimpleNamespace(task=task, engine=None, dev=list("abcde"), steps=9, best={})
+    run.dist, run.dev_prompts = SimpleNamespace(rank=rank, world=2), [[i] for i in range(5)]
+    run.cfg = grpo.GRPOConfig(max_response_tokens=7)
+    monkeypatch.setattr(training, "keep_best", lambda run, *found: kept.append(found))
+    monkeypatch.setattr(grpo, "validation_line", lambda *_: "")
+    assert grpo.validate(run, 3) == {"dev_own": ["abcde"[i] for i in mine], "dev_mrr": 0.5}
+    assert asked == [([[i] for i in mine], 0.0, 1, 7)] and kept == [(3, 0.5)]
 
 
 def loaded(world, out, dist, *more):

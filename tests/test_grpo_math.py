@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
-from scoring.health import collapse_reason, step_figures
+from scoring.health import collapse_reason, mean, step_figures
 from engines.torch_engine import sample_tokens
 from rollout import EngineGap
 from grpo import (
     importance_weights,
     aggregate,
     clipped_policy_loss,
+    difference,
     group_advantages,
     loss_denominator,
     low_var_kl,
@@ -89,9 +90,28 @@ def test_lone_advantage_is_bounded():
     assert a.abs().max() <= 7 / math.sqrt(8) + 1e-6
 
 
-def test_non_finite_rewards_are_refused():
+def test_advantages_of_small_differences_by_hand():
+    """Close rewards far from 0 keep their differences; of tiny ones 1e-6 counts beside the std."""
+    far = group_advantages(torch.tensor([1000.0, 1000.01, 1000.03], dtype=torch.float64), [0] * 3)
+    std = math.sqrt(7 / 3) / 100
+    expected = torch.tensor([-4 / 300, -1 / 300, 5 / 300]) / (std + 1e-6)
+    assert torch.allclose(far, expected, rtol=1e-5)
+    tiny = group_advantages(torch.tensor([0.0, 1e-6], dtype=torch.float64), [0] * 2)
+    assert tiny.tolist() == pytest.approx([-0.292893, 0.292893], rel=1e-4)
+    rounded = torch.tensor([1 / 3, float(torch.tensor(1 / 3))], dtype=torch.float64)
+    assert rounded[0] != rounded[1] and group_advantages(rounded, [0] * 2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_non_finite_rewards_are_refused(reward):
     with pytest.raises(ValueError, match="finite"):
-        group_advantages(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0]))
+        group_advantages(torch.tensor([1.0, reward]), torch.tensor([0, 0]))
+
+
+def test_differences_of_infinite_log_probabilities_by_hand():
+    inf = math.inf
+    a, b = torch.tensor([[inf, -inf, inf, -inf, 2.0]]), torch.tensor([[inf, -inf, -inf, inf, 5.0]])
+    assert difference(a, b).tolist() == [[0.0, 0.0, 1e4, -1e4, -3.0]]
 
 
 def test_the_sum_over_one_global_count():
@@ -218,6 +238,10 @@ def test_clipped_objective():
     )
     assert torch.allclose(loss[:, 0], torch.tensor([-1.2, 1.5, -0.5, 0.8, -1.1, 1.8]))
     assert clipped[:, 0].tolist() == [True, False, False, True, False, False]
+    far, _ = clipped_policy_loss(  # a bad token that became likely: nothing bounds its loss
+        torch.tensor([[3.0]]), torch.zeros(1, 1), torch.tensor([-1.0]), 0.2
+    )
+    assert far.item() == pytest.approx(math.exp(3))
 
 
 def test_clipped_loss_is_finite_for_any_difference_and_leaves_its_inputs_alone():
@@ -257,6 +281,17 @@ def test_importance_weights_by_hand():
     assert torch.allclose(whole, torch.tensor([[0.0], [e(0.4)], [0.0]]).expand(3, 4))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_at_the_cap_far_apart_and_without_gradient(level):
+    same, mask = torch.randn(2, 3, requires_grad=True), torch.ones(2, 3)
+    weights = importance_weights(same, same.detach(), mask, 1.0, level)
+    assert weights.tolist() == [[1.0] * 3] * 2 and not weights.requires_grad
+    apart = importance_weights(
+        torch.zeros(1, 2), torch.full((1, 2), -1e4), mask[:1, :2], math.inf, level
+    )
+    assert torch.isfinite(apart).all()
+
+
 def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
     seen = [i for step in range(10) for i in training.step_items(25, step, 5, seed=3)]
     assert (
@@ -265,7 +300,8 @@ def test_step_turns_cover_every_turn_once_an_epoch_and_ignore_the_world():
         and seen[:25] != seen[25:]
     )
     ragged = [i for step in range(7) for i in training.step_items(25, step, 7, seed=3)]
-    assert ragged[:25] == seen[:25]  # the stream is the same however it is cut
+    assert ragged == seen[:49]  # the stream is the same however it is cut
+    assert training.step_items(25, 0, 5, seed=4) != seen[:5]
     assert len(training.step_items(3, 2, 8, seed=0)) == 8
 
 
@@ -278,6 +314,37 @@ def test_collapse_reason():
         dict(format_rate=0.2 + i / 100, reward=i / 50, entropy=1.0, kl=i / 1000) for i in range(80)
     ]
     assert collapse_reason(rising) is None
+
+
+@pytest.mark.parametrize(
+    "key, best, fine, collapsed",
+    [
+        ("format_rate", 0.9, 0.46, 0.44),
+        ("format_rate", 0.22, 0.12, 0.1),
+        ("format_rate", 0.19, 0.0, None),  # never had the form
+        ("reward", 1.0, 0.26, 0.24),
+        ("reward", 0.22, 0.06, 0.05),
+        ("reward", 0.19, -0.1, None),
+        ("entropy", 0.5, 1.9, 2.1),
+        ("entropy", 0.0, 0.4, 0.6),
+        ("kl", 0.0, 1.9, 2.1),
+    ],
+)
+def test_a_collapse_begins_at_its_limit_and_is_against_the_best_window(key, best, fine, collapsed):
+    def history(*values):
+        rows = dict(format_rate=0.9, reward=1.0, entropy=0.5, kl=0.01)
+        return [rows | {key: value} for value in values]
+
+    now = fine if collapsed is None else collapsed
+    between = best + (now - best) / 2
+    assert collapse_reason(history(*[best] * 10, *[fine] * 10)) is None
+    found = collapse_reason(history(*[best] * 10, *[between] * 10, *[now] * 10))
+    assert (found is None) == (collapsed is None)
+    if collapsed is not None:
+        assert found.startswith(key) and collapse_reason(history(*[best] * 10, *[now] * 10))
+        assert collapse_reason(history(*[best] * 9, *[now] * 10)) is None  # two whole windows
+        assert collapse_reason(history(*[best] * 29, now)) is None  # one step is no window
+        assert collapse_reason(history(*[best] * 15, *[now] * 5), window=5)
 
 
 def test_log_probabilities_under_top_p_are_of_what_was_kept():
@@ -346,6 +413,43 @@ def test_a_think_block_that_shrinks_to_a_set_phrase_is_seen():
     assert step_figures([row | {"response": ""}])["think_distinct"] == 0.0
 
 
+def test_figures_of_a_step_by_hand():
+    """One of seven rollouts failed, alone in its group; one group of three is flat."""
+    table = [
+        (0, 2.0, 0.7, True, 1, "a b c", 10, "eos"),
+        (0, 1.0, -0.7, True, 10, "a b", 20, "eos"),
+        (1, 0.5, 0.0, True, 55, "a", 30, "stop"),
+        (1, 0.5, 0.0, False, None, None, 40, "length"),
+        (2, None, None, True, None, "a b c d", 50, "eos"),
+        (3, 1.0, -1.0, True, 2, "a b c d", 60, "eos"),
+        (3, 1.0, 0.0, True, 100, "a b c d", 70, "length"),
+    ]
+    names = ("group", "reward", "advantage", "well_formed", "rank", "rewrite", "tokens", "end")
+    rows = [dict(zip(names, row)) | {"response": ""} for row in table]
+    figures = step_figures(rows)
+    rewards = [2.0, 1.0, 0.5, 0.5, 1.0, 1.0]
+    std = math.sqrt(sum((x - 1.0) ** 2 for x in rewards) / 5)
+    expected = {
+        **{"reward": 1.0, "reward_std": std, "format_rate": 5 / 6, "failed": 1},
+        **{"flat_groups": 1 / 3, "response_tokens": 40.0, "length_stops": 2 / 7},
+        **{"hit@1": 1 / 6, "hit@10": 3 / 6, "hit@100": 5 / 6, "rewrite_words": 14 / 6},
+        "mrr": (1 + 1 / 10 + 1 / 55 + 1 / 2 + 1 / 100) / 6,
+    }
+    assert {key: figures[key] for key in expected} == pytest.approx(expected)
+    assert step_figures(rows[:2])["reward_std"] == pytest.approx(math.sqrt(0.5))
+    assert step_figures(rows[:1])["reward_std"] == 0.0  # unknown, and no fault
+
+
+def test_means_are_of_what_is_known():
+    assert mean([1.0, None, math.nan, math.inf, 4.0]) == 2.5
+    assert math.isnan(mean([])) and math.isnan(mean([None, math.nan]))
+    good = dict(format_rate=0.9, reward=1.0, entropy=0.5, kl=0.01)
+    unknown = good | dict(entropy=math.nan, kl=math.nan)  # steps that trained nothing
+    for change in (dict(entropy=4.0), dict(kl=3.0)):
+        assert collapse_reason([unknown] * 10 + [good] * 10 + [good | change] * 10)
+    assert collapse_reason([good] * 10 + [unknown] * 10) is None
+
+
 INFINITE = [
     (-math.inf, -math.inf),
     (-math.inf, -3.0),
@@ -406,5 +510,6 @@ def test_a_step_that_computes_nothing_does_not_accuse_the_engine():
     engine = SimpleNamespace(gap_limit=0.02)
     stats = {"skipped": 0, "engine_gap": math.nan, "engine_gap_max": 0.0, "start_gap": math.nan}
     training.check_weights(engine, stats | {"tokens": 0})
+    training.check_weights(engine, stats | {"tokens": 7, "skipped": 1})  # nor one of NaN
     with pytest.raises(EngineGap):
         training.check_weights(engine, stats | {"tokens": 7})

@@ -53,6 +53,10 @@ def groups_of(batch):
     return batch.prompt_lengths, batch.group_ids
 
 
+def tensors_of(batch):
+    return batch.tokens, batch.attention_mask, batch.loss_mask
+
+
 SHAPES = [
     (0, 3, 4, 9, 9, 0),
     (1, 4, 3, 300, 40, 0),
@@ -71,9 +75,20 @@ def dense_mask(layout) -> torch.Tensor:
     return own.tril()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def tile_ends(seed: int):
+    """Prompts and responses that end where tiles of BLOCK tokens do or beside, and empty ones."""
+    rng = random.Random(seed)
+    rollouts, begin = [], [5] * rng.choice([0, 1, BLOCK, BLOCK + 1])
+    for g in range(3):
+        own = begin + [10 + g] * rng.choice([1, BLOCK - 1, BLOCK])
+        for n in rng.choices([1, 2, BLOCK, BLOCK + 1, 2 * BLOCK + 1], k=3):
+            rollouts.append(Rollout(own, [20] * n, [-1.0] * n, [1] * n, g, "eos"))
+    return collate_rollouts(rollouts, torch.zeros(len(rollouts)), 0)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *range(8)])
 def test_tiles_are_those_that_a_search_of_all_pairs_finds(shape):
-    batch = batch_of(*shape)
+    batch = tile_ends(shape) if isinstance(shape, int) else batch_of(*shape)
     layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), BLOCK)
     width = layout.tokens.shape[1]
     ours, dense = block_mask(layout, torch.device("cpu")), dense_mask(layout)
@@ -105,10 +120,34 @@ def test_every_layout_holds_each_predicting_token_at_its_position(shape):
         for b, n in enumerate(lengths):
             assert torch.equal(tokens.flatten()[source[b, : n - 1]], batch.tokens[b, : n - 1])
             assert positions.flatten()[source[b, : n - 1]].tolist() == list(range(n - 1))
+    model = prepare_causal_lm(tiny.tiny_lm())
+    for layout in ("varlen", "segments", "prefix_shared"):
+        packed = pack(model, *tensors_of(batch), groups_of(batch), layout)
+        row, column = packed.entries
+        assert torch.equal(
+            packed.inputs["input_ids"].flatten()[packed.state_index], batch.tokens[row, column]
+        )
+        assert torch.equal(packed.targets, batch.tokens[row, column + 1])
     cuts = inputs["cu_seq_lens_q"].tolist()
     assert [b - a for a, b in zip(cuts, cuts[1:])][: len(lengths)] == [
         n - 1 for n in lengths
     ] and cuts[-1] == inputs["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_attention_of_a_layout_is_a_softmax_over_what_each_token_sees_at_the_models_scale(flex):
+    batch, scale = batch_of(*SHAPES[0]), 0.7  # not 1 / √D
+    layout = share_prefixes(batch.tokens, batch.attention_mask, *groups_of(batch), BLOCK)
+    width = layout.tokens.shape[1] if flex else int((layout.segment_ids >= 0).sum())
+    query, key, value = (torch.randn(1, heads, width, 16) for heads in (4, 2, 2))
+    how = {"attention_mask": block_mask(layout, torch.device("cpu"))} if flex else {}
+    how = how or {"attention_mask": packing.NO_MASK, "segments": layout.segments}
+    found, _ = packing.packed_attention(None, query, key, value, scaling=scale, **how)
+    seen = dense_mask(layout)[:width, :width]
+    for head in range(4):
+        q, k, v = query[0, head].double(), key[0, head // 2].double(), value[0, head // 2].double()
+        weights = torch.where(seen, q @ k.T * scale, -torch.inf).softmax(-1)
+        assert (found[0, :, head] - weights @ v).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
@@ -145,8 +184,10 @@ def test_the_layout_follows_from_device_dtype_and_tokens_saved(monkeypatch):
     model.computes_on = torch.device("cuda"), torch.float32
     assert choose_layout(model, [400] * 8, 8 * 390) == "prefix_shared"
     small = prepare_causal_lm(tiny.tiny_lm())  # heads of 8
-    small.computes_on = torch.device("cuda"), torch.bfloat16
-    assert choose_layout(small, [716] * 16, 330 + 16 * 386) == "segments"
+    own = prepare_causal_lm(tiny.tiny_lm(kind="qwen3", hidden_size=64))  # that its config names
+    for model in (small, own):
+        model.computes_on = torch.device("cuda"), torch.bfloat16
+        assert choose_layout(model, [716] * 16, 330 + 16 * 386) == "segments"
 
 
 def test_unique_tokens_count_a_prompt_once():

@@ -16,6 +16,7 @@ from scoring.ranking import (
     bootstrap_interval,
     evaluate_run,
     paired_test,
+    read_golds,
     read_qrels,
     read_run,
     score_run,
@@ -218,6 +219,18 @@ def test_bad_lines_name_file_line_and_reason(tmp_path, reader, text, message):
         reader(write(tmp_path / "bad.txt", text))
 
 
+def test_golds_are_passages_with_a_gain_above_0_and_the_last_files_judgments_hold(tmp_path):
+    a = write(tmp_path / "a", "q1 0 d1 1\nq1 0 d2 0\nq1 0 d3 2\nq2 0 d1 0\nq3 0 d2 -1\nq4 0 d5 1\n")
+    b = write(tmp_path / "b", "q4 0 d6 1\nq5 0 d1 1\n")
+    assert read_golds([a, b]) == {"q1": ["d1", "d3"], "q4": ["d6"], "q5": ["d1"]}
+    assert read_golds([b], {"d1", "d6", "d9"}) == {"q4": ["d6"], "q5": ["d1"]}
+    with pytest.raises(DataError, match="'d6' is not in the index"):
+        read_golds([b], {"d1"})
+    nothing = write(tmp_path / "c", "q1 0 d1 0\n")
+    with pytest.raises(DataError, match="no passage has a gain above 0"):
+        read_golds([b, nothing])
+
+
 @pytest.mark.parametrize("reader", [read_qrels, read_run])
 def test_missing_file(tmp_path, reader):
     with pytest.raises(DataError, match="nowhere.txt"):
@@ -331,6 +344,14 @@ def test_conversations_are_drawn_whole():
     assert bootstrap_interval(copied, clusters, samples=4000)["m0"] == pytest.approx(one, abs=1e-12)
     low, high = bootstrap_interval(copied, samples=4000)["m0"]
     assert high - low == pytest.approx((one[1] - one[0]) / math.sqrt(8), rel=0.1)
+
+
+def test_a_query_that_is_named_like_a_conversation_is_none_of_its_turns():
+    scores = {q: {"m": v} for q, v in (("q1", 0.0), ("q2", 0.0), ("c", 1.0))}
+    alone = bootstrap_interval(scores, {"q1": "c", "q2": "c"}, samples=500)
+    assert alone["m"] == [0.0, 1.0] and bootstrap_interval(scores, dict.fromkeys(scores, "c")) == {
+        "m": None
+    }
 
 
 def test_clusters_of_unequal_size_weigh_by_turns():

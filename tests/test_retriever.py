@@ -41,7 +41,7 @@ from runs import claim_folder
 from search import exact
 from search.bm25 import BM25Retriever
 from search.exact import FAILED, exact_gold_ranks, exact_search
-from search.fusion import HybridRetriever, rrf
+from search.fusion import HybridRetriever, best_rank, rrf
 from search.passages import PassageIds, RetrieverError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,13 +244,26 @@ def test_threads_equal_serial(tmp_path):
 def test_rrf_by_hand():
     fused = rrf([[("a", 9.0), ("b", 8.0), ("c", 7.0)], [("c", 1.0), ("a", 0.5)]])
     assert fused == [("a", 1 / 61 + 1 / 62), ("c", 1 / 63 + 1 / 61), ("b", 1 / 62)]
-    assert rrf([["x"], ["y"]]) == [("x", 1 / 61), ("y", 1 / 61)]  # ties by id
+    assert rrf([["xa"], ["xb"]]) == [("xa", 1 / 61), ("xb", 1 / 61)]  # ties by id
     assert rrf([["b", "a"], ["a", "b"]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
     assert rrf([["a", "b"], ["b"]], weights=[2, 0.5], k=0) == [("a", 2.0), ("b", 1.5)]
     assert rrf([["a", "b", "c"]], depth=1) == [("a", 1 / 61)]
     assert rrf([["a", "a", "b"]]) == [("a", 1 / 61), ("b", 1 / 62)] and rrf([[], []]) == []
     with pytest.raises(RetrieverError, match="weights"):
         rrf([["a"]], weights=[1, 2])
+
+
+def test_the_best_gold_of_a_list_by_hand():
+    hits = [("x", 3.0), ("g1", 2.0), ("y", 2.0), ("w", 1.5), ("g2", 1.0)]
+    assert best_rank(hits, {"g1", "g2"}, 3) == 3  # "y" ties with it
+    assert best_rank(hits, {"g1", "g2"}, 2) is None and best_rank(hits, {"z"}, 3) is None
+    assert math.isnan(best_rank(None, {"g1"}, 3))  # a failed search
+
+
+def test_a_nan_in_any_block_is_told():
+    spoilt, sound = np.array([[1.0, np.nan]], np.float16), np.ones((1, 2), np.float16)
+    for shards in ([spoilt, sound], [sound, spoilt]):
+        assert exact_search(torch.ones(2, 2), shards, 1, torch.arange(2))[2].all()
 
 
 def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
@@ -270,6 +283,13 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         3,
         2,
     ]  # "2" ties with "3"
+    # three golds in front in one list, x in the other: the third gold has 1/1 + 1/2, x 1/4 + 1/1
+    fused = HybridRetriever(dense, bm25, k=0)
+    lists = [("0", 9.0), ("1", 8.0), ("2", 7.0), ("x", 6.0)], [("x", 2.0), ("2", 1.0)]
+    assert fused._rank(lists, {"0", "1", "2"}, 100) == 1
+    assert fused._rank(lists, {"2"}, 100) == 3  # 1/3 + 1/2, behind 1/4 + 1/1 and 1/1
+    weighted = HybridRetriever(dense, bm25, k=0, weights=(1.0, 0.0))
+    assert weighted._rank(lists, {"2"}, 100) == 3  # 1/3, behind 1/1 and 1/2
     dense.prepare = lambda queries: (queries, [False] * len(queries))
     dense.hits = lambda queries, k: [[("0", 2.0), ("1", 1.0)]] * len(queries)
     assert [i for i, _ in hybrid.search(["blue fox"], 10)[0]] == [

@@ -127,6 +127,11 @@ PAPER = {
     "trailing space between": ("<think>a</think> \n<rewrite>b</rewrite>", False, "b"),
     "CRLF between": ("<think>a</think>\r\n<rewrite>b</rewrite>", False, "b"),
     "text between": ("<think>a</think>\nso\n<rewrite>b</rewrite>", False, "b"),
+    "a second joint behind the block": (
+        "<think>a</think>\n<rewrite>b</rewrite>\nor </think>\n<rewrite>c",
+        True,
+        "b",
+    ),
     "text between, later joint": ("<think>a</think> so </think>\n<rewrite>b</rewrite>", True, "b"),
     "space behind the last tag": (GOOD + " ", False, "Where was Marie Curie born?"),
     "text on the closing line": (GOOD + " done", False, "Where was Marie Curie born?"),
@@ -453,6 +458,7 @@ def test_a_gold_of_articles_alone_is_matched_by_just_these():
     """The choice "A" is an answer; the scorers that drop articles cannot see it, or let everything
     earn it."""
     assert list(answer_metrics("a.", ["A"]).values()) == [1.0] * 5
+    assert exact_match("a   The", "A the") == 1.0  # whatever the blanks
     for prediction in ("", None, "B", "cat", "a cat", "???", "the"):
         assert list(answer_metrics(prediction, ["A"]).values()) == [0.0] * 5, prediction
 
@@ -643,6 +649,18 @@ def test_a_box_between_latex_brackets():
 def test_an_empty_box_is_an_empty_answer():
     assert extract_boxed("\\boxed{}") == ""
     assert exact_match("", ["Lima", "0", "no"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("An era of the tea, a sofa; Bana anthem", "era of tea sofa bana anthem"),
+        ("b—the—c", "b— —c"),  # an article leaves a blank
+        ("J\u030c", "\u01f0"),  # composed after lower case too: ǰ has no upper form
+    ],
+)
+def test_normalisation_by_hand(text, expected):
+    assert normalize_answer(text) == expected
 
 
 def test_normalisation_in_pairs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -713,7 +714,7 @@ def test_collate_equals_a_slow_loop():
     """Model and tool segments: only what the model wrote is trained, whatever the ids are."""
     rollouts = [
         Rollout([5, 6, 7], [8, 9, 2], [-0.1, -0.2, -0.3], [1, 1, 1], 0, "eos"),
-        Rollout([5], [8, 30, 31, 9, 2], [-0.5, 0.0, 0.0, -0.7, -0.9], [1, 0, 0, 1, 1], 1, "eos"),
+        Rollout([5], [8, 30, 31, 9, 2], [-0.5, -3.0, -3.0, -0.7, -0.9], [1, 0, 0, 1, 1], 1, "eos"),
         Rollout([5, 6], [], [], [], 1, "engine_error"),
     ]
     batch = collate_rollouts(rollouts, torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64), 2)
@@ -733,7 +734,12 @@ def test_collate_equals_a_slow_loop():
             assert batch.loss_mask[i, t] == trained
             assert batch.logprobs[i, t].item() == pytest.approx(r.logprobs[j] if trained else 0.0)
     assert batch.advantages.tolist() == [0.5, -1.0, 0.0] and batch.advantages.dtype == torch.float32
-    assert len(batch) == 3 and batch.select(torch.tensor([2, 0])).advantages.tolist() == [0.0, 0.5]
+    assert len(batch) == 3
+    for rows in ([2, 0], [2]):  # cut to the longest of them
+        chosen = batch.select(torch.tensor(rows))
+        whole = collate_rollouts([rollouts[i] for i in rows], batch.advantages[rows], 2)
+        for f in dataclasses.fields(batch):
+            assert torch.equal(getattr(chosen, f.name), getattr(whole, f.name)), f.name
 
 
 def test_pad_equal_to_eos_keeps_the_end_token():
@@ -757,6 +763,8 @@ def test_pad_equal_to_eos_keeps_the_end_token():
         ([], []),
         ([Rollout([1], [2], [0.0], [1], 0, "eos")], [1.0, 2.0]),
         ([Rollout([1], [2], [], [1], 0, "eos")], [1.0]),
+        ([Rollout([1], [2], [0.0], [], 0, "eos")], [1.0]),
+        ([Rollout([1], [2, 3], [0.0], [1], 0, "eos")], [1.0]),
         ([Rollout([], [2], [0.0], [1], 0, "eos")], [1.0]),
     ],
 )
@@ -807,7 +815,7 @@ def test_engine_settings_that_cannot_work(field, message, monkeypatch):
 
 
 def test_a_gap_of_stale_weights_ends_the_run():
-    R.check_engine_gap(0.05, 0.28, 0.3)
+    R.check_engine_gap(0.05, 4.0, 0.3)  # a single token may be far off
     for mean in (0.9, float("nan")):
         with pytest.raises(
             R.EngineGap, match="limit is 0.3.*weight sync.*engine.gap_limit"
