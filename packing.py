@@ -224,13 +224,14 @@ def block_mask(layout: SharedLayout, device: torch.device) -> BlockMask:
     width = layout.tokens.shape[1]
     count, filled = width // BLOCK, int((layout.segment_ids >= 0).sum())
     ends = [(*s.columns, *(s.prompt.columns if s.prompt else (0, 0))) for s in layout.segments]
-    ends = np.array([*ends, (filled, width, 0, 0)])  # (N, 4): begin, end, and the prompt's
+    # (N, 4): begin, end, and the prompt's
+    ends = np.array([e for e in [*ends, (filled, width, 0, 0)] if e[1] > e[0]])
     first, last = ends[:, 0] // BLOCK, (ends[:, 1] - 1) // BLOCK
     part = np.repeat(np.arange(len(ends)), last - first + 1)  # a segment's part in a row of tiles
     tile_row = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last)])
     begin, end, prompt_begin, prompt_end = ends[part].T
     common = int((layout.segment_ids == 0).sum())
-    common = np.where(begin == 0, 0, common)  # already its own segment
+    common = np.where((begin == 0) & (common > 0), 0, common)  # already its own segment
     edges = np.arange(count + 1) * BLOCK
 
     def seen(query: np.ndarray) -> np.ndarray:
