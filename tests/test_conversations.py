@@ -528,7 +528,7 @@ def test_cast21_says_how_its_passages_are_made(tmp_path, cast21_source):
         ("WaPo_0.jsonl", json.dumps(WAPO)[:-8], "not valid JSON"),
         ("WaPo_0.jsonl", json.dumps(WAPO | {"contents": "x"}), "'contents' is 'x'"),
         ("WaPo_0.jsonl", json.dumps(WAPO | {"id": "CAR_1"}), "'CAR_1'; ids begin with"),
-        ("MARCO_v1_9.jsonl", "{}\n", "'id' is None"),
+        ("MARCO_v1_9.jsonl", "{}\n", "'id' is missing"),
         ("MARCO_v1_9.jsonl", "\n", "MARCO documents: 2 found but 3 published"),
         ("KILT_0.jsonl", "", "KILT documents: 0 found"),
     ],

@@ -102,7 +102,7 @@ def broken(tmp_path, file, change):
         (
             "topiocqa_dev.json",
             lambda b: b.replace(b'"Topic_section"', b'"Section"', 1),
-            "'Topic_section' is None.*fields found",
+            "'Topic_section' is missing.*fields found",
         ),
         (
             "retriever/all_history/dev.json",
