@@ -247,7 +247,7 @@ class Row(dict):
     def check_names(self, *names: str) -> None:
         """DataError for a field that is nearly one of `names`, which is not there itself."""
         for name in names:
-            near = name not in self and difflib.get_close_matches(name, self, n=1, cutoff=0.8)
+            near = name not in self and difflib.get_close_matches(name, self, n=1, cutoff=0.85)
             if near and near[0] not in names:
                 raise self.error(f"unknown field {near[0]!r}; did you mean {name!r}?")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ./run.sh demo: set up, then the whole chain on a CPU (about eight minutes on two cores).
+# ./run.sh demo: set up, then the whole chain on a CPU (about nine minutes on two cores).
 # ./run.sh test: set up, then the tests.  ./run.sh setup: the environment alone.
 # Everything is written below this folder: .venv, data/, models/, runs/.  PYTHON=python3.12 chooses another interpreter.
 set -euo pipefail
