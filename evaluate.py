@@ -128,8 +128,8 @@ def check(cfg: EvaluateConfig) -> None:
     shared = "answers questions qrels baseline sample samples out".split()
     others = [name for name in given if name not in shared and not name.startswith("judge")]
     searched = cfg.rewrites + cfg.query
-    idle = ["k"] * (not searched) + ["sample"] * (not cfg.rewrites)
-    idle = [name for name in idle if name in given]
+    uses = {"k": searched, "sample": cfg.rewrites}
+    idle = [name for name, user in uses.items() if name in given and not user]
     unknown = [name for name in cfg.query if name not in QUERY_TEXTS]
     odd_questions = cfg.turns or cfg.rewrites or not cfg.qrels or cfg.query != ["question"]
     for wrong, message in (
