@@ -207,14 +207,14 @@ class Study:
 
     def run(self, submit: Callable[[ThreadPoolExecutor], list[Future]]) -> dict:
         """Wait for what `submit` starts, `parallel` commands at a time; print failures."""
+        with atomic_write(f"{self.cfg.work}/machine.json") as f:
+            json.dump(machine(), f)
         with ThreadPoolExecutor(self.cfg.parallel) as pool:
             try:
                 failures = [done.exception() for done in submit(pool) if done.exception()]
             except BaseException:
                 self.stop()
                 raise
-        with atomic_write(f"{self.cfg.work}/machine.json") as f:
-            json.dump(machine(), f)
         for failure in failures:
             print(failure, file=sys.stderr)
         return {"arms": len(self.cfg.arms), "failed": len(failures)}

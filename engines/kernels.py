@@ -16,6 +16,7 @@ TILE = 64  # keys that a program loads together
 STAGES, WARPS = 1, 4  # of the attention kernel
 SPLITS = 4  # least number of programs that share a prompt's keys
 PROGRAMS = 256  # wanted for slots: with few rows up to 8 share one's keys
+SLOT_KEYS = 512  # of a slot's capacity that a program is enough for
 
 
 @triton.jit
@@ -227,7 +228,8 @@ def decode_attention(
     q, k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (q, k, v))
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
-    slot_splits = min(8, max(1, triton.next_power_of_2(PROGRAMS // (count * n_kv))))
+    wanted = PROGRAMS // (count * n_kv), slots[0].shape[2] // SLOT_KEYS
+    slot_splits = min(8, max(1, triton.next_power_of_2(max(wanted))))
     splits = max(SPLITS, slot_splits)
     sizes = dict(
         D=d,
@@ -254,5 +256,5 @@ def decode_attention(
         num_warps=WARPS,
     )
     many = triton.next_power_of_2(parts)
-    _merge_kernel[(count, heads)](part, part_lse, out, rows.runs, MANY=many, **sizes)
+    _merge_kernel[(count, heads)](part, part_lse, out, rows.runs, MANY=many, **sizes, num_warps=1)
     return out
