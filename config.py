@@ -312,7 +312,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def knobs(cls: type, prefix: str = "") -> typing.Iterator[str]:
     """Lines of help: for every key `key: type = default`, and its meaning below."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls, include_extras=True)
-    for f in fields(cls):
+    # nested ones last
+    for f in sorted(fields(cls), key=lambda f: is_dataclass(split_hint(hints[f.name])[0])):
         key, (tp, marks), meaning = prefix + f.name, split_hint(hints[f.name]), docs.get(f.name, "")
         if is_dataclass(tp):
             where = "".join(f"with {mark}: " for mark in marks)
@@ -365,6 +366,7 @@ def run(
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except BaseException as e:
         status, reason = exit_reason(e)
+        reason += place_of(str(e), argv) if isinstance(e, ConfigError) else ""
         if note and status != 0 and getattr(e, "leaves_note", True):
             # "x": of several processes the first one's reason is the cause
             with contextlib.suppress(OSError), open(note, "x", encoding="utf-8") as f:
@@ -380,6 +382,28 @@ def run(
             sys.stdout.flush()
         except BrokenPipeError:  # else the interpreter tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def place_of(message: str, argv: list[str] | None = None) -> str:
+    """` (FILE, line N)` of the setting that a ConfigError begins with; empty if no file of
+    `--config` has it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    key, place = re.match(r"(?:unknown key )?([\w.]*)", message)[1], ""
+    for word, after in zip(words, [*words[1:], ""]):
+        name, _, text = word.partition("=")
+        if not key or name.removeprefix("--") == key:
+            return ""
+        if name == "--config":
+            path, line = text or after, 0
+            with open(path, encoding="utf-8-sig") as f:
+                node = yaml.compose(f)
+            for part in key.split("."):
+                pairs = node.value if isinstance(node, yaml.MappingNode) else []
+                line, node = next(
+                    ((k.start_mark.line + 1, v) for k, v in pairs if k.value == part), (0, None)
+                )
+            place = f" ({path}, line {line})" if line else place
+    return place
 
 
 def exit_reason(e: BaseException) -> tuple[int | None, str]:
