@@ -524,7 +524,7 @@ def test_exit_status(command, words, status, text):
 @pytest.mark.parametrize(
     "words, place",
     [
-        ([], "what=[1] of type list; it must be str (FILE, line 3)\n"),
+        ([], "what=['a'] of type list; it must be str (FILE, line 3)\n"),
         (["what=ok"], "part.k1='x' of type str; it must be float (FILE, line 5)\n"),
         (["what=ok", "--part.k1=y"], "part.k1='y' of type str; it must be float\n"),
         (["what=ok", "part.k1=1"], "unknown key waht; did you mean what? (FILE, line 6)\n"),
@@ -534,7 +534,7 @@ def test_exit_status(command, words, status, text):
 def test_the_file_and_line_of_a_bad_setting_are_named(command, tmp_path, words, place):
     file, first = tmp_path / "my.yaml", tmp_path / "first.yaml"
     first.write_text("what: first")
-    file.write_text("# a comment\n\nwhat: [1]\npart:\n  k1: x\n")
+    file.write_text("# a comment\n\nwhat: [a]\npart:\n  k1: x\n")
     if "waht" in place:
         file.write_text(file.read_text() + "waht: 1\n")
     done = command("--config", str(first), f"--config={file}", *words)
