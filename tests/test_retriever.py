@@ -244,13 +244,13 @@ def test_threads_equal_serial(tmp_path):
 def test_rrf_by_hand():
     fused = rrf([[("a", 9.0), ("b", 8.0), ("c", 7.0)], [("c", 1.0), ("a", 0.5)]])
     assert fused == [("a", 1 / 61 + 1 / 62), ("c", 1 / 63 + 1 / 61), ("b", 1 / 62)]
-    assert rrf([["xa"], ["xb"]]) == [("xa", 1 / 61), ("xb", 1 / 61)]  # ties by id
-    assert rrf([["b", "a"], ["a", "b"]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
-    assert rrf([["a", "b"], ["b"]], weights=[2, 0.5], k=0) == [("a", 2.0), ("b", 1.5)]
-    assert rrf([["a", "b", "c"]], depth=1) == [("a", 1 / 61)]
-    assert rrf([["a", "a", "b"]]) == [("a", 1 / 61), ("b", 1 / 62)] and rrf([[], []]) == []
-    with pytest.raises(RetrieverError, match="weights"):
-        rrf([["a"]], weights=[1, 2])
+    a, b = ("a", 2.0), ("b", 1.0)
+    assert rrf([[b], [a]]) == [("a", 1 / 61), ("b", 1 / 61)]  # ties by id
+    assert rrf([[b, a], [a, b]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
+    assert rrf([[a, b], [b]], k=0, weights=[2, 0.5]) == [("a", 2.0), ("b", 1.5)]
+    assert rrf([[], []]) == []
+    with pytest.raises(ValueError, match="shorter"):
+        rrf([[a], [b]], weights=[1])
 
 
 def test_the_best_gold_of_a_list_by_hand():
@@ -278,6 +278,7 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ("1", 1 / 63),
         ("0", 1 / 64),
     ]
+    assert hybrid.search(["3"], 1)[0] == [("2", 1 / 61)]
     assert hybrid.gold_ranks(["3", "3", "3"], [["2"], ["1"], ["0", "3"]]) == [
         2,
         3,
@@ -287,7 +288,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
     fused = HybridRetriever(dense, bm25, k=0)
     lists = [("0", 9.0), ("1", 8.0), ("2", 7.0), ("x", 6.0)], [("x", 2.0), ("2", 1.0)]
     assert fused._rank(lists, {"0", "1", "2"}, 100) == 1
-    assert fused._rank(lists, {"2"}, 100) == 3  # 1/3 + 1/2, behind 1/4 + 1/1 and 1/1
+    assert fused._rank(lists, {"2"}, 2) is None
+    assert fused._rank(lists, {"2"}, 3) == 3  # 1/3 + 1/2, behind 1/4 + 1/1 and 1/1
     weighted = HybridRetriever(dense, bm25, k=0, weights=(1.0, 0.0))
     assert weighted._rank(lists, {"2"}, 100) == 3  # 1/3, behind 1/1 and 1/2
     dense.prepare = lambda queries: (queries, [False] * len(queries))
@@ -310,6 +312,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ({"weights": [1.0]}, "weights"),
         ({"weights": [1.0, -1.0]}, "weights"),
         ({"weights": [math.nan, 1.0]}, "weights"),
+        ({"weights": [1.0, math.inf]}, "weights"),
+        ({"weights": [0.0, 0.0]}, "weights"),
         ({"k": -1}, "rrf_k is -1"),
         ({"k": math.nan}, "rrf_k is nan"),
     ):
