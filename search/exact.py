@@ -97,7 +97,7 @@ def best_of(
     by = by[score[by].argsort(descending=True, stable=True)]
     by = by[query[by].argsort(stable=True)]
     query, score, row = query[by], score[by], row[by]
-    counts = query.bincount(minlength=n)
+    counts = query.bincount()
     rank = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
     kept = rank < k
     scores, rows = score.new_full((n, k), -math.inf), row.new_zeros(n, k)

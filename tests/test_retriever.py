@@ -83,6 +83,8 @@ def test_search_ties_go_by_id(monkeypatch):
 
 def test_gold_ranks_equal_full_sort(monkeypatch):
     monkeypatch.setattr(exact, "CPU_BLOCK", 64 * 4)
+    passes, count = [], exact._count
+    monkeypatch.setattr(exact, "_count", lambda *a: passes.append(1) or count(*a))
     rng = np.random.default_rng(7)
     vectors = rng.integers(-3, 4, (400, 4)).astype(np.float16)
     queries = rng.integers(-3, 4, (60, 4)).astype(np.float32)
@@ -90,12 +92,14 @@ def test_gold_ranks_equal_full_sort(monkeypatch):
         rng.integers(0, 400, rng.integers(1, 5)).tolist() for _ in range(60)
     ]  # may repeat an id
     truth = queries.astype(int) @ vectors.astype(int).T
+    worst = max(sorted_rank(truth[q], golds[q], 400) for q in range(60))
     for shards in (1, 2, 5):
-        for cutoff in (1, 20, 100, 400):
+        for cutoff in (1, 20, worst - 1, worst, 400):
             got = exact_gold_ranks(
                 torch.from_numpy(queries), np.array_split(vectors, shards), golds, cutoff
             )
             assert got == [sorted_rank(truth[q], golds[q], cutoff) for q in range(60)]
+    assert len(passes) == 3 * 5  # where nothing is rounded, the golds' own scores spare a second
 
 
 def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
@@ -121,7 +125,17 @@ def test_gold_score_is_confirmed_by_the_pass(monkeypatch):
     """A first guess that is off by rounding (here: by far) is corrected by the pass."""
     vectors = np.array([[1, 0], [0, 1], [1, 1], [2, 2]], dtype=np.float16)
     monkeypatch.setattr(exact, "_take", lambda shards, rows: torch.zeros(len(rows), 2))
-    assert exact_gold_ranks(torch.tensor([[1.0, 1.0]]), [vectors], [[2]]) == [2]
+    queries, golds = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [[2], [0]]  # the zeros are right
+    assert exact_gold_ranks(queries, [vectors], golds) == [2, 4]
+    count, fall = exact._count, iter((1, 2))
+
+    def unsteady(*arguments):
+        others, failed, seen = count(*arguments)
+        return others, failed, seen - next(fall)
+
+    monkeypatch.setattr(exact, "_count", unsteady)
+    with pytest.raises(RuntimeError, match="can't rank"):
+        exact_gold_ranks(queries, [vectors], golds)
 
 
 def test_nan_score_is_failed_never_a_rank():
@@ -264,6 +278,8 @@ def test_a_nan_in_any_block_is_told():
     spoilt, sound = np.array([[1.0, np.nan]], np.float16), np.ones((1, 2), np.float16)
     for shards in ([spoilt, sound], [sound, spoilt]):
         assert exact_search(torch.ones(2, 2), shards, 1, torch.arange(2))[2].all()
+        ranks = exact_gold_ranks(torch.ones(2, 2), shards, [[0], [1]])
+        assert all(rank is FAILED for rank in ranks)
 
 
 def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
