@@ -290,6 +290,8 @@ def test_no_eos_at_all():
 def test_pad_token():
     tokenizer = tiny.tiny_tokenizer()
     assert pad_token_id(tokenizer, [2, 4]) == 0  # id 0 is an id
+    tokenizer.pad_token = "<s>"
+    assert [pad_token_id(tokenizer, [2, 4], size) for size in (None, 4, 3)] == [3, 3, 2]
     tokenizer.pad_token = None
     assert pad_token_id(tokenizer, [2, 4]) == 2
 
