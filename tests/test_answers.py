@@ -343,11 +343,14 @@ def test_what_reading_keeps_of_golden_answers_can_be_scored(tmp_path):
         assert kept == (exact_match(gold, [gold]) == 1.0), ascii(gold)
 
 
-def test_numeric_question_ids_are_written_too(tmp_path):
-    questions = put(tmp_path / "q.jsonl", [{"id": 1, "question": "?", "golden_answers": ["x"]}])
-    found = {"1": Prediction("x")}
-    write_flashrag(str(tmp_path), questions, found)
-    assert json.loads((tmp_path / "intermediate_data.json").read_text())[0]["output"]["pred"] == "x"
+def test_numeric_ids_and_failed_episodes_are_written_for_flashrag(tmp_path):
+    rows = [{"id": i, "question": "?", "golden_answers": ["x"]} for i in (1, 2)]
+    found = {"1": Prediction("x"), "2": Prediction("x", "so: x", error="time-out")}
+    write_flashrag(str(tmp_path), put(tmp_path / "q.jsonl", rows), found)
+    ok, failed = json.loads((tmp_path / "intermediate_data.json").read_text())
+    right, wrong = dict.fromkeys(ANSWER_METRICS, 1.0), dict.fromkeys(ANSWER_METRICS, 0)
+    assert ok["output"] == {"pred": "x", "metric_score": right}
+    assert failed["output"] == {"final_response": "so: x", "pred": "x", "metric_score": wrong}
 
 
 @pytest.mark.parametrize(
