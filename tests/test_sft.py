@@ -294,8 +294,9 @@ def test_processes_share_a_batch_without_loss(lm, records, dist):
             sft.step_batches(model, examples, 600, 0, Dist(rank, world, CPU.device))
             for rank in range(world)
         ]
-        trained = [int(m.part.loss_mask.sum()) for part in parts for m in part]
+        trained = [sum(int(m.part.loss_mask.sum()) for m in part) for part in parts]
         assert all(parts) and sum(trained) == sum(sum(e.loss_mask) for e in examples)
+        assert sum(map(bool, trained)) == min(world, len(examples))
     (idle,) = parts[-1]  # nine processes, seven rows
     out = packed_logprobs(model, idle.packed)
     out.sum().backward()
