@@ -161,7 +161,7 @@ def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
         relevant, {"recip_rank", "ndcg_cut.3", "recall.5,10,20,100"}, relevance_level=relevant_from
     )
     scores = {query: dict.fromkeys(METRICS, 0.0) for query in qrels}
-    for query, row in (evaluator.evaluate(ranking) if ranking else {}).items():
+    for query, row in evaluator.evaluate(ranking).items():
         first = row["recip_rank"]
         recalls = (row[f"recall_{k}"] for k in (5, 10, 20, 100))
         values = (first, first if first >= 1 / 3 else 0.0, row["ndcg_cut_3"], *recalls)
