@@ -13,6 +13,7 @@ import pytrec_eval
 from data import DataError
 from scoring.ranking import (
     METRICS,
+    add_all_gold,
     bootstrap_interval,
     evaluate_run,
     paired_test,
@@ -487,11 +488,21 @@ def test_ideal_gain_comes_from_the_judgments_and_grades_count():
     )
 
 
-def test_cuts_of_mrr_and_recall():
+def test_cuts_of_mrr_recall_and_all_gold():
     run = {"q1": {f"d{i:02d}": 100.0 - i for i in range(14)} | {"g": 50.0}}
     row = per_query(run, {"q1": {"g": 1}})
     assert row["mrr"] == pytest.approx(0.066667, abs=1e-6)
     assert (row["mrr@3"], row["recall@10"], row["recall@20"]) == (0.0, 0.0, 1.0)
+    ranked = [(f"d{i}", 20.0 - i) for i in range(1, 13)]
+    qrels = {
+        "in": {"d1": 1, "d10": 2, "d11": 0},
+        "behind": {"d1": 1, "d11": 1},
+        "no gold": {"d1": 0},
+        "no results": {"d1": 1},
+    }
+    scores = {query: {} for query in qrels}
+    add_all_gold(scores, dict.fromkeys(("in", "behind", "no gold"), ranked), qrels)
+    assert [row.get("all_gold@10") for row in scores.values()] == [1.0, 0.0, None, 0.0]
 
 
 def test_tabs_blanks_line_ends_and_ids_that_look_like_numbers(tmp_path):
