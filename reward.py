@@ -291,11 +291,8 @@ def search_well_formed(segments: list[tuple[str, bool]]) -> bool:
     Other segments count as empty result blocks; result tags by the model are malformed.
     """
     own = "".join(text for text, written in segments if written)
-    if "<result>" in own or "</result>" in own:
-        return False
-    return check_search_format(
-        "".join(text if written else "<result></result>" for text, written in segments)
-    )
+    text = "".join(text if written else "<result></result>" for text, written in segments)
+    return "<result>" not in own and check_search_format(text)
 
 
 def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:
