@@ -161,6 +161,7 @@ def test_scores_equal_slow_loops():
             0,
             0,
         ),  # FlashRAG gives EM and acc 1 here: both normalise to nothing
+        ("a", ["A the"], 0, 2 / 3, 0, 1, 0.5),  # articles alone are words
         ("Paris", ["the", "Rome"], 0, 0, 0, 0, 0),  # FlashRAG gives acc 1: "" is in everything
         ("Paris", [], 0, 0, 0, 0, 0),
         ("3.5", "35", 1, 1, 1, 1, 1),
@@ -187,7 +188,7 @@ def test_gold_passages_of_an_episode():
         assert gold_recall(found, golds) == hits / len(set(golds))
         assert all_gold(found, golds) == (1.0 if hits == len(set(golds)) else 0.0)
     assert gold_recall([], ["a", "b"]) == 0.0 and gold_recall(iter(["b", "b"]), ("a", "b")) == 0.5
-    for wrong in ((["a"], []), ("abc", ["a"])):
+    for wrong in ((["a"], []), ("abc", ["a"]), (["a"], "abc")):
         with pytest.raises(ValueError, match="give lists of ids, with a gold one"):
             gold_recall(*wrong)
 
