@@ -100,6 +100,10 @@ def test_gold_ranks_equal_full_sort(monkeypatch):
             )
             assert got == [sorted_rank(truth[q], golds[q], cutoff) for q in range(60)]
     assert len(passes) == 3 * 5  # where nothing is rounded, the golds' own scores spare a second
+    part = torch.from_numpy(queries), [vectors[100:200]]  # of one rank; others hold 99 and 200
+    for held, other in ((100, 200), (199, 99)):
+        got = exact_gold_ranks(*part, [[held, other]] * 60, 100, first=100)
+        assert got == [sorted_rank(truth[q][100:200], [held - 100], 100) for q in range(60)]
 
 
 def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
