@@ -197,15 +197,15 @@ def make_optimizer(
 def lr_at(
     step: int, peak: float, warmup_steps: int, total_steps: int, schedule: str = "constant"
 ) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up, then constant, or cosine or
-    linear to 0. Step 0 has 1 / warmup_steps of the peak (verl: 0)."""
+    """Learning rate of optimizer step `step`, 0 to total_steps - 1: linear warm-up, then constant,
+    or cosine or linear to 0. Step 0 has 1 / warmup_steps of the peak (verl: 0)."""
     if schedule not in ("constant", "cosine", "linear"):
         raise ValueError(f"schedule {schedule!r}: use constant, cosine or linear")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
     if schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
     if schedule == "linear":
-        return peak * max(0.0, 1 - progress)
+        return peak * (1 - progress)
     return peak

@@ -206,7 +206,7 @@ def control_strings(tokenizer) -> list[str]:
 def defuse(text: str, special: Iterable[str]) -> str:
     """Puts a space into special tokens, so that data can't end a turn."""
     for token in special:
-        if len(token) > 1 and token in text:
+        if len(token) > 1:
             text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 

@@ -47,7 +47,7 @@ from search.dense_index import (  # noqa: F401
     open_shards,
 )
 from search.faiss_index import FaissIndex, build_faiss
-from search.fusion import HybridRetriever, rrf  # noqa: F401
+from search.fusion import HybridRetriever
 from search.packed import PackedModel, can_pack
 from search.passages import (  # noqa: F401
     FAILED,

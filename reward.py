@@ -54,14 +54,11 @@ def _parse_paper(text: str) -> Parsed:
     MULTILINE). The rewrite is the first such block anywhere. The regex itself would take quadratic
     time on repeated tags.
     """
-    rewrite = _first_block(text, "rewrite")
-    joint = "</think>\n<rewrite>"
-    middle = text.find(joint) if text.startswith("<think>") else -1
-    if middle < 0:
-        return Parsed(None, rewrite, False)
-    tail = text[middle + len(joint) :]
-    well_formed = "</rewrite>\n" in tail or tail.endswith("</rewrite>")
-    return Parsed(text[len("<think>") : middle] if well_formed else None, rewrite, well_formed)
+    start, _, tail = text.partition("</think>\n<rewrite>")
+    closed = "</rewrite>\n" in tail or tail.endswith("</rewrite>")
+    well_formed = start.startswith("<think>") and closed
+    think = start.removeprefix("<think>") if well_formed else None
+    return Parsed(think, _first_block(text, "rewrite"), well_formed)
 
 
 def parse_paper_inference(text: str) -> Parsed:
@@ -71,9 +68,9 @@ def parse_paper_inference(text: str) -> Parsed:
 
 
 def _first_block(text: str, name: str) -> str | None:
-    _, opening, rest = text.partition(f"<{name}>")
+    _, _, rest = text.partition(f"<{name}>")
     body, closing, _ = rest.partition(f"</{name}>")
-    return body if opening and closing else None
+    return body if closing else None
 
 
 # ---- rank rewards
@@ -201,7 +198,7 @@ def answer_metrics(
     else:
         predicted, *golds = map(_comparable, texts)
         golds = [gold for gold in golds if gold]
-        inside = [gold for gold in golds if normalize_answer(gold)] if predicted else []
+        inside = [gold for gold in golds if normalize_answer(gold)]
     scores["em"] = float(predicted in golds)
     scores["acc"] = float(predicted in golds or any(gold in predicted for gold in inside))
     for gold in golds:
@@ -240,11 +237,9 @@ def all_gold(retrieved: Iterable[str], gold_ids: Iterable[str]) -> float:
 
 def extract_answer(text: str) -> str | None:
     """Return the last closed <answer> block, stripped, or None."""
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    if start < 0:
-        return None
-    start += len("<answer>")
-    return text[start : text.index("</answer>", start)].strip()
+    before, _, _ = text.rpartition("</answer>")
+    _, opening, block = before.rpartition("<answer>")
+    return block.partition("</answer>")[0].strip() if opening else None
 
 
 # Escaped braces and backslashes are plain characters, but "\\boxed{" may have a doubled backslash.
@@ -290,18 +285,14 @@ def check_search_format(text: str) -> bool:
     )
 
 
-def search_well_formed(segments: Iterable[tuple[str, bool]]) -> bool:
+def search_well_formed(segments: list[tuple[str, bool]]) -> bool:
     """Apply `check_search_format` to an episode's segments (text, written by the model?).
 
     Other segments count as empty result blocks; result tags by the model are malformed.
     """
-    segments = list(segments)
     own = "".join(text for text, written in segments if written)
-    if "<result>" in own or "</result>" in own:
-        return False
-    return check_search_format(
-        "".join(text if written else "<result></result>" for text, written in segments)
-    )
+    text = "".join(text if written else "<result></result>" for text, written in segments)
+    return "<result>" not in own and check_search_format(text)
 
 
 def score_answer(scores: dict[str, float], well_formed: bool, reward: str) -> float:

@@ -170,7 +170,7 @@ def train_step(
     norm = distributed.clip_grad_norm(model, max_grad_norm)
     if math.isfinite(norm):
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return float(sum(part for (part,) in parts)), norm
 
 

@@ -153,7 +153,7 @@ def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
         if any(gain != int(gain) for gain in gains.values()):
             raise DataError(f"query {query!r} has a gain that is not a whole number: {gains}")
         # in pytrec_eval, empty judgments spoil later queries (its issue 49)
-        if run.get(query) and any(gain > 0 for gain in gains.values()):
+        if run.get(query) and gains:
             relevant[query] = {passage: int(gain) for passage, gain in gains.items()}
             ranked = rank_results(query, run[query])[:DEPTH]
             ranking[query] = {passage: float(DEPTH - i) for i, (passage, _) in enumerate(ranked)}
@@ -161,7 +161,7 @@ def score_run(run: Run, qrels: Qrels, relevant_from: int = 1) -> Scores:
         relevant, {"recip_rank", "ndcg_cut.3", "recall.5,10,20,100"}, relevance_level=relevant_from
     )
     scores = {query: dict.fromkeys(METRICS, 0.0) for query in qrels}
-    for query, row in (evaluator.evaluate(ranking) if ranking else {}).items():
+    for query, row in evaluator.evaluate(ranking).items():
         first = row["recip_rank"]
         recalls = (row[f"recall_{k}"] for k in (5, 10, 20, 100))
         values = (first, first if first >= 1 / 3 else 0.0, row["ndcg_cut_3"], *recalls)

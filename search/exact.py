@@ -97,7 +97,7 @@ def best_of(
     by = by[score[by].argsort(descending=True, stable=True)]
     by = by[query[by].argsort(stable=True)]
     query, score, row = query[by], score[by], row[by]
-    counts = query.bincount(minlength=n)
+    counts = query.bincount()
     rank = torch.arange(len(query), device=query.device) - (counts.cumsum(0) - counts)[query]
     kept = rank < k
     scores, rows = score.new_full((n, k), -math.inf), row.new_zeros(n, k)
@@ -123,7 +123,7 @@ def exact_search(
     n, k = len(queries), min(k, sum(map(len, shards)))
     failed = torch.zeros(n, dtype=torch.bool, device=queries.device)
     least = queries.new_full((n, 1), -math.inf)  # lower scores are not in the top k
-    found = [as_hits(least[:, :0], order.new_zeros(n, 0, dtype=torch.long))]
+    found = [as_hits(least[:, :0], order.new_zeros(n, 0))]
     for first, scores in _products(queries, shards):
         failed |= scores.amax(1).isnan()
         if scores.shape[1] >= k and (first == 0 or scores.is_cuda):  # a GPU's blocks are large

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
 from typing import Collection, Iterator, Sequence
 
 from search.passages import FAILED, Hits, Ranks, Retriever, RetrieverError, check_k
@@ -23,25 +22,14 @@ def best_rank(hits: Hits | None, golds: Collection[str], cutoff: int) -> int | f
     return rank if rank <= cutoff else None
 
 
-def rrf(
-    lists: Sequence[Sequence],
-    k: int = 60,
-    depth: int | None = None,
-    weights: Sequence[float] | None = None,
-) -> Hits:
+def rrf(lists: Sequence[Hits], k: float = 60, weights: Sequence[float] = (1.0, 1.0)) -> Hits:
     """Sum weight / (k + place) over lists: reciprocal rank fusion (Cormack et al. 2009).
 
-    lists: best first, (id, score) or ids; a repeated id counts at its best place
-    depth: places used of each list (None: all)
-    → (id, score), best first, ties by ascending id
+    lists: (id, score), best first → the same, ties by ascending id
     """
-    weights = [1.0] * len(lists) if weights is None else list(weights)
-    if len(weights) != len(lists):
-        raise RetrieverError(f"{len(weights)} weights for {len(lists)} lists: give one a list")
     terms: dict[str, list[float]] = {}
-    for hits, weight in zip(lists, weights):
-        ids = dict.fromkeys(h if isinstance(h, str) else h[0] for h in islice(hits, depth))
-        for place, id_ in enumerate(ids, 1):
+    for hits, weight in zip(lists, weights, strict=True):
+        for place, (id_, _) in enumerate(hits, 1):
             terms.setdefault(id_, []).append(weight / (k + place))
     fused = [(id_, math.fsum(t)) for id_, t in terms.items()]  # exact in any order
     return sorted(fused, key=lambda hit: (-hit[1], hit[0]))
@@ -88,7 +76,7 @@ class HybridRetriever(Retriever):
         return zip(self.dense.hits(dense, self.depth), self.bm25.hits(words, self.depth))
 
     def _fused(self, lists: tuple[Hits, Hits]) -> Hits:
-        return rrf(lists, self.k, weights=self.weights)
+        return rrf(lists, self.k, self.weights)
 
     def hits(self, prepared: tuple, k: int) -> list[Hits | None]:
         lists = self._lists(prepared)

@@ -161,6 +161,7 @@ def test_scores_equal_slow_loops():
             0,
             0,
         ),  # FlashRAG gives EM and acc 1 here: both normalise to nothing
+        ("a", ["A the"], 0, 2 / 3, 0, 1, 0.5),  # articles alone are words
         ("Paris", ["the", "Rome"], 0, 0, 0, 0, 0),  # FlashRAG gives acc 1: "" is in everything
         ("Paris", [], 0, 0, 0, 0, 0),
         ("3.5", "35", 1, 1, 1, 1, 1),
@@ -187,7 +188,7 @@ def test_gold_passages_of_an_episode():
         assert gold_recall(found, golds) == hits / len(set(golds))
         assert all_gold(found, golds) == (1.0 if hits == len(set(golds)) else 0.0)
     assert gold_recall([], ["a", "b"]) == 0.0 and gold_recall(iter(["b", "b"]), ("a", "b")) == 0.5
-    for wrong in ((["a"], []), ("abc", ["a"])):
+    for wrong in ((["a"], []), ("abc", ["a"]), (["a"], "abc")):
         with pytest.raises(ValueError, match="give lists of ids, with a gold one"):
             gold_recall(*wrong)
 
@@ -343,11 +344,14 @@ def test_what_reading_keeps_of_golden_answers_can_be_scored(tmp_path):
         assert kept == (exact_match(gold, [gold]) == 1.0), ascii(gold)
 
 
-def test_numeric_question_ids_are_written_too(tmp_path):
-    questions = put(tmp_path / "q.jsonl", [{"id": 1, "question": "?", "golden_answers": ["x"]}])
-    found = {"1": Prediction("x")}
-    write_flashrag(str(tmp_path), questions, found)
-    assert json.loads((tmp_path / "intermediate_data.json").read_text())[0]["output"]["pred"] == "x"
+def test_numeric_ids_and_failed_episodes_are_written_for_flashrag(tmp_path):
+    rows = [{"id": i, "question": "?", "golden_answers": ["x"]} for i in (1, 2)]
+    found = {"1": Prediction("x"), "2": Prediction("x", "so: x", error="time-out")}
+    write_flashrag(str(tmp_path), put(tmp_path / "q.jsonl", rows), found)
+    ok, failed = json.loads((tmp_path / "intermediate_data.json").read_text())
+    right, wrong = dict.fromkeys(ANSWER_METRICS, 1.0), dict.fromkeys(ANSWER_METRICS, 0)
+    assert ok["output"] == {"pred": "x", "metric_score": right}
+    assert failed["output"] == {"final_response": "so: x", "pred": "x", "metric_score": wrong}
 
 
 @pytest.mark.parametrize(

@@ -422,13 +422,15 @@ def test_results_that_the_model_writes_itself_are_malformed():
     assert reward.check_search_format(invented)
     (e,), _ = play(search_task(), ["<result>Lima</result>" + ANSWER])
     assert e.end == "answered" and not task.well_formed(e) and earned(e, LIMA, task) == 0.0
-    assert not reward.search_well_formed(
-        [
-            ("<think>x</think> <search>q</search><result>", True),
-            ("d", False),
-            ("</result>" + ANSWER, True),
-        ]
-    )
+    ask, shown = ("<think>x</think> <search>q</search>", True), ("d", False)
+    assert reward.search_well_formed([ask, shown, (ANSWER, True)])
+    for malformed in (
+        [(invented, True)],
+        [ask, ("<result>", True), shown, (ANSWER, True)],
+        [ask, shown, ("</result>" + ANSWER, True)],
+        [ask, ("<result>", True), shown, ("</result>" + ANSWER, True)],
+    ):
+        assert reward.search_well_formed(malformed) is False
 
 
 def test_an_end_that_is_not_the_tokenizers_eos_earns_nothing():

@@ -589,8 +589,9 @@ def test_a_document_stands_where_its_best_passage_stands():
             if passage.rsplit("-", 1)[0] not in kept:
                 kept.append(passage.rsplit("-", 1)[0])
         assert [d for d, _ in rank_results(query, results)] == kept
-    with pytest.raises(DataError, match="'p1' of query 'a' is not DOCUMENT-N"):
-        best_passages({"a": [("p1", 1.0)]})
+    for wrong in ("p1", "1", "p-", "p-x"):
+        with pytest.raises(DataError, match=f"'{wrong}' of query 'a' is not DOCUMENT-N"):
+            best_passages({"a": [(wrong, 1.0)]})
 
 
 def test_documents_are_scored_from_a_run_of_passages(tmp_path, capsys):

@@ -579,11 +579,9 @@ def test_tokenizer_loads(qwen):
     ],
 )
 def test_lr_at(schedule, values):
-    for step, value in enumerate(values):  # 4 warm-up steps, 8 in all
-        assert lr_at(step, 2e-6, 4, 8, schedule) == pytest.approx(2e-6 * value, abs=1e-12)
-    assert lr_at(100, 2e-6, 4, 8, schedule) == pytest.approx(
-        2e-6 * values[-1], abs=1e-12
-    )  # beyond the end it stays
+    for step, value in enumerate(values):  # 4 warm-up steps, 12 in all; every second of the last 8
+        at = step if step < 4 else 2 * step - 4
+        assert lr_at(at, 2e-6, 4, 12, schedule) == pytest.approx(2e-6 * value, abs=1e-12)
 
 
 def test_lr_edges():
@@ -591,7 +589,6 @@ def test_lr_edges():
         lr_at(0, 1.0, 0, 5) == 1.0 and lr_at(0, 1.0, 1, 5) == 1.0
     )  # no warm-up; the first step moves
     assert lr_at(2, 1.0, 10, 5, "cosine") == pytest.approx(0.3)  # a warm-up longer than the run
-    assert 0 <= lr_at(5, 1.0, 5, 5, "linear") <= 1
     with pytest.raises(ValueError, match="cosin"):
         lr_at(0, 1.0, 0, 5, "cosin")
 
@@ -601,10 +598,9 @@ def test_optimizer_step_is_adamw_by_hand(qwen):
     model.model.embed_tokens.weight.requires_grad_(False)
     optimizer = make_optimizer(model, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
     p = model.model.norm.weight
-    before, grad = (
-        p.detach().clone().double(),
-        torch.randn(p.shape, generator=torch.Generator().manual_seed(0)),
-    )
+    before = p.detach().clone().double()
+    grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    grad[0] = 1e-8  # as small as epsilon
     for q in model.parameters():
         q.grad = torch.zeros_like(q) if q.requires_grad else None
     p.grad = grad

@@ -25,6 +25,7 @@ from prompts import (
     read_examples,
     response_text,
     rewrite_prompt,
+    turn_text,
 )
 from test_data import make, put, turn
 
@@ -290,6 +291,8 @@ def test_no_eos_at_all():
 def test_pad_token():
     tokenizer = tiny.tiny_tokenizer()
     assert pad_token_id(tokenizer, [2, 4]) == 0  # id 0 is an id
+    tokenizer.pad_token = "<s>"
+    assert [pad_token_id(tokenizer, [2, 4], size) for size in (None, 4, 3)] == [3, 3, 2]
     tokenizer.pad_token = None
     assert pad_token_id(tokenizer, [2, 4]) == 2
 
@@ -355,6 +358,16 @@ def test_examples_stand_in_the_prompt_as_they_are():
         )
         == 2
     )
+
+
+def test_a_call_stands_once_in_a_turn_and_behind_its_words():
+    call = {"function": {"name": "find", "arguments": {"query": "é"}}}
+    bare = '{"name": "find", "arguments": {"query": "é"}}'
+    tagged = f"<tool_call>\n{bare}\n</tool_call>"
+    for content, words in (("I look.", "I look.\n"), ("", ""), (f"I see. \n{tagged}", "I see.\n")):
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        assert turn_text(message) == words + tagged
+        assert turn_text(message, bare=True) == words + bare
 
 
 def test_a_template_that_drops_the_rules_is_refused():

@@ -13,6 +13,7 @@ import pytrec_eval
 from data import DataError
 from scoring.ranking import (
     METRICS,
+    add_all_gold,
     bootstrap_interval,
     evaluate_run,
     paired_test,
@@ -375,7 +376,7 @@ def test_clusters_of_unequal_size_weigh_by_turns():
 
 
 def test_one_unit_gives_no_interval():
-    assert bootstrap_interval(as_scores([0.5])) == {"m0": None}
+    assert bootstrap_interval(as_scores([0.5], [0.2])) == {"m0": None, "m1": None}
     assert bootstrap_interval(as_scores([0.5, 1.0]), {"q0": "c", "q1": "c"}) == {"m0": None}
     result = paired_test(as_scores([1.0]), as_scores([0.0]), samples=99)["m0"]
     assert result == {"difference": 1.0, "ci": None, "p": 1.0}
@@ -389,11 +390,11 @@ def test_sign_flip_p_equals_the_full_enumeration():
         abs(np.dot(signs, differences)) >= abs(differences.sum()) - 1e-12
         for signs in itertools.product([1, -1], repeat=10)
     ]
-    result = paired_test(as_scores(a), as_scores(b), samples=40_000)["m0"]
+    tests = paired_test(as_scores(a, b), as_scores(b, a), samples=40_000)
+    result, mirrored = tests["m0"], tests["m1"]
     assert result["p"] == pytest.approx(np.mean(flips), abs=0.01)
     assert result["difference"] == pytest.approx(differences.mean())
     assert result["ci"][0] < result["difference"] < result["ci"][1]
-    mirrored = paired_test(as_scores(b), as_scores(a), samples=40_000)["m0"]
     assert (
         mirrored["difference"] == pytest.approx(-result["difference"])
         and mirrored["p"] == result["p"]
@@ -402,7 +403,7 @@ def test_sign_flip_p_equals_the_full_enumeration():
 
 def test_p_of_equal_systems_is_one_and_never_zero():
     scores = as_scores(np.random.default_rng(5).random(50))
-    same = paired_test(scores, scores, samples=200)["m0"]
+    same = paired_test(scores, scores, samples=25_000)["m0"]  # in several pieces
     assert same == {"difference": 0.0, "ci": [0.0, 0.0], "p": 1.0}
     assert (
         paired_test(as_scores(np.ones(50)), as_scores(np.zeros(50)), samples=200)["m0"]["p"]
@@ -487,11 +488,21 @@ def test_ideal_gain_comes_from_the_judgments_and_grades_count():
     )
 
 
-def test_cuts_of_mrr_and_recall():
+def test_cuts_of_mrr_recall_and_all_gold():
     run = {"q1": {f"d{i:02d}": 100.0 - i for i in range(14)} | {"g": 50.0}}
     row = per_query(run, {"q1": {"g": 1}})
     assert row["mrr"] == pytest.approx(0.066667, abs=1e-6)
     assert (row["mrr@3"], row["recall@10"], row["recall@20"]) == (0.0, 0.0, 1.0)
+    ranked = [(f"d{i}", 20.0 - i) for i in range(1, 13)]
+    qrels = {
+        "in": {"d1": 1, "d10": 2, "d11": 0},
+        "behind": {"d1": 1, "d11": 1},
+        "no gold": {"d1": 0},
+        "no results": {"d1": 1},
+    }
+    scores = {query: {} for query in qrels}
+    add_all_gold(scores, dict.fromkeys(("in", "behind", "no gold"), ranked), qrels)
+    assert [row.get("all_gold@10") for row in scores.values()] == [1.0, 0.0, None, 0.0]
 
 
 def test_tabs_blanks_line_ends_and_ids_that_look_like_numbers(tmp_path):

@@ -83,6 +83,8 @@ def test_search_ties_go_by_id(monkeypatch):
 
 def test_gold_ranks_equal_full_sort(monkeypatch):
     monkeypatch.setattr(exact, "CPU_BLOCK", 64 * 4)
+    passes, count = [], exact._count
+    monkeypatch.setattr(exact, "_count", lambda *a: passes.append(1) or count(*a))
     rng = np.random.default_rng(7)
     vectors = rng.integers(-3, 4, (400, 4)).astype(np.float16)
     queries = rng.integers(-3, 4, (60, 4)).astype(np.float32)
@@ -90,12 +92,18 @@ def test_gold_ranks_equal_full_sort(monkeypatch):
         rng.integers(0, 400, rng.integers(1, 5)).tolist() for _ in range(60)
     ]  # may repeat an id
     truth = queries.astype(int) @ vectors.astype(int).T
+    worst = max(sorted_rank(truth[q], golds[q], 400) for q in range(60))
     for shards in (1, 2, 5):
-        for cutoff in (1, 20, 100, 400):
+        for cutoff in (1, 20, worst - 1, worst, 400):
             got = exact_gold_ranks(
                 torch.from_numpy(queries), np.array_split(vectors, shards), golds, cutoff
             )
             assert got == [sorted_rank(truth[q], golds[q], cutoff) for q in range(60)]
+    assert len(passes) == 3 * 5  # where nothing is rounded, the golds' own scores spare a second
+    part = torch.from_numpy(queries), [vectors[100:200]]  # of one rank; others hold 99 and 200
+    for held, other in ((100, 200), (199, 99)):
+        got = exact_gold_ranks(*part, [[held, other]] * 60, 100, first=100)
+        assert got == [sorted_rank(truth[q][100:200], [held - 100], 100) for q in range(60)]
 
 
 def test_gold_ranks_with_real_numbers_and_twins(monkeypatch):
@@ -121,7 +129,17 @@ def test_gold_score_is_confirmed_by_the_pass(monkeypatch):
     """A first guess that is off by rounding (here: by far) is corrected by the pass."""
     vectors = np.array([[1, 0], [0, 1], [1, 1], [2, 2]], dtype=np.float16)
     monkeypatch.setattr(exact, "_take", lambda shards, rows: torch.zeros(len(rows), 2))
-    assert exact_gold_ranks(torch.tensor([[1.0, 1.0]]), [vectors], [[2]]) == [2]
+    queries, golds = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), [[2], [0]]  # the zeros are right
+    assert exact_gold_ranks(queries, [vectors], golds) == [2, 4]
+    count, fall = exact._count, iter((1, 2))
+
+    def unsteady(*arguments):
+        others, failed, seen = count(*arguments)
+        return others, failed, seen - next(fall)
+
+    monkeypatch.setattr(exact, "_count", unsteady)
+    with pytest.raises(RuntimeError, match="can't rank"):
+        exact_gold_ranks(queries, [vectors], golds)
 
 
 def test_nan_score_is_failed_never_a_rank():
@@ -244,13 +262,13 @@ def test_threads_equal_serial(tmp_path):
 def test_rrf_by_hand():
     fused = rrf([[("a", 9.0), ("b", 8.0), ("c", 7.0)], [("c", 1.0), ("a", 0.5)]])
     assert fused == [("a", 1 / 61 + 1 / 62), ("c", 1 / 63 + 1 / 61), ("b", 1 / 62)]
-    assert rrf([["xa"], ["xb"]]) == [("xa", 1 / 61), ("xb", 1 / 61)]  # ties by id
-    assert rrf([["b", "a"], ["a", "b"]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
-    assert rrf([["a", "b"], ["b"]], weights=[2, 0.5], k=0) == [("a", 2.0), ("b", 1.5)]
-    assert rrf([["a", "b", "c"]], depth=1) == [("a", 1 / 61)]
-    assert rrf([["a", "a", "b"]]) == [("a", 1 / 61), ("b", 1 / 62)] and rrf([[], []]) == []
-    with pytest.raises(RetrieverError, match="weights"):
-        rrf([["a"]], weights=[1, 2])
+    a, b = ("a", 2.0), ("b", 1.0)
+    assert rrf([[b], [a]]) == [("a", 1 / 61), ("b", 1 / 61)]  # ties by id
+    assert rrf([[b, a], [a, b]], k=1) == [("a", 1 / 2 + 1 / 3), ("b", 1 / 2 + 1 / 3)]
+    assert rrf([[a, b], [b]], k=0, weights=[2, 0.5]) == [("a", 2.0), ("b", 1.5)]
+    assert rrf([[], []]) == []
+    with pytest.raises(ValueError, match="shorter"):
+        rrf([[a], [b]], weights=[1])
 
 
 def test_the_best_gold_of_a_list_by_hand():
@@ -264,6 +282,8 @@ def test_a_nan_in_any_block_is_told():
     spoilt, sound = np.array([[1.0, np.nan]], np.float16), np.ones((1, 2), np.float16)
     for shards in ([spoilt, sound], [sound, spoilt]):
         assert exact_search(torch.ones(2, 2), shards, 1, torch.arange(2))[2].all()
+        ranks = exact_gold_ranks(torch.ones(2, 2), shards, [[0], [1]])
+        assert all(rank is FAILED for rank in ranks)
 
 
 def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
@@ -278,6 +298,7 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ("1", 1 / 63),
         ("0", 1 / 64),
     ]
+    assert hybrid.search(["3"], 1)[0] == [("2", 1 / 61)]
     assert hybrid.gold_ranks(["3", "3", "3"], [["2"], ["1"], ["0", "3"]]) == [
         2,
         3,
@@ -287,7 +308,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
     fused = HybridRetriever(dense, bm25, k=0)
     lists = [("0", 9.0), ("1", 8.0), ("2", 7.0), ("x", 6.0)], [("x", 2.0), ("2", 1.0)]
     assert fused._rank(lists, {"0", "1", "2"}, 100) == 1
-    assert fused._rank(lists, {"2"}, 100) == 3  # 1/3 + 1/2, behind 1/4 + 1/1 and 1/1
+    assert fused._rank(lists, {"2"}, 2) is None
+    assert fused._rank(lists, {"2"}, 3) == 3  # 1/3 + 1/2, behind 1/4 + 1/1 and 1/1
     weighted = HybridRetriever(dense, bm25, k=0, weights=(1.0, 0.0))
     assert weighted._rank(lists, {"2"}, 100) == 3  # 1/3, behind 1/1 and 1/2
     dense.prepare = lambda queries: (queries, [False] * len(queries))
@@ -310,6 +332,8 @@ def test_hybrid_fuses_both_and_ranks_by_the_fused_order():
         ({"weights": [1.0]}, "weights"),
         ({"weights": [1.0, -1.0]}, "weights"),
         ({"weights": [math.nan, 1.0]}, "weights"),
+        ({"weights": [1.0, math.inf]}, "weights"),
+        ({"weights": [0.0, 0.0]}, "weights"),
         ({"k": -1}, "rrf_k is -1"),
         ({"k": math.nan}, "rrf_k is nan"),
     ):

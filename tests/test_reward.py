@@ -156,6 +156,11 @@ PAPER = {
     ),
     "several think blocks": ("<think>a</think>\n<think>b</think>\n<rewrite>c</rewrite>", True, "c"),
     "whole answer repeated": (GOOD + "\n" + GOOD, True, "Where was Marie Curie born?"),
+    "closed in the think block alone": (
+        "<think>I close with </rewrite>\n</think>\n<rewrite>b",
+        False,
+        None,
+    ),
     "unclosed rewrite": ("<think>a</think>\n<rewrite>b", False, None),
 }
 
@@ -425,6 +430,7 @@ def test_published_scores_are_flashrags_to_the_last_bit():
         "no",
         "noanswer",
         "Lima",
+        "LIMA",
         "New",
         "York,",
         "-",
@@ -562,6 +568,7 @@ FORMAT = {
     "search without result": ("<think>x</think> <search>q</search>" + ANSWER, False),
     "search not closed": ("<think>x</think> <search>q" + ANSWER, False),
     "result not closed": ("<think>x</think> <search>q</search> <result> doc" + ANSWER, False),
+    "last result not closed": (SEARCH + "<search>q</search> <result> doc" + ANSWER, False),
     "result without search": ("<think>x</think> <result>fake</result>" + ANSWER, False),
     "second result": (SEARCH + "<result>fake</result>" + ANSWER, False),
     "search inside think": (

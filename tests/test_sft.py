@@ -146,7 +146,8 @@ def test_target_is_think_and_rewrite_behind_the_prompt_of_rollouts(lm, records):
         tokenizer.decode(target)
         == "<think>she = Ann</think>\n<rewrite>is Ann 0?</rewrite><|im_end|>"
     )
-    assert targets.human_response("is she 0?", "is Ann 0?") == response("is Ann 0?", "missing: Ann")
+    assert targets.human_response("Is she 0?", "IS Ann 0?") == response("IS Ann 0?", "missing: Ann")
+    assert targets.human_response("who?", "Who?") == response("Who?", "missing: nothing")
     assert tokenizer.decode(rows_of(lm, records, target="rewrite")[0][1].tokens).endswith(
         "<think>missing: Bob</think>\n<rewrite>is Bob 1?</rewrite><|im_end|>"
     )
@@ -159,7 +160,9 @@ def test_blank_targets_are_dropped_and_malformed_ones_are_told(lm, tmp_path, cap
             [
                 ("<think>a</think><rewrite>who?</rewrite>", "who?"),
                 ("just text", "who <rewrite>?"),
+                ("<think>b</think><rewrite>when?</rewrite>", "when?"),
                 (" ", "  "),
+                ("", ""),
             ]
         )
     ]
@@ -167,8 +170,8 @@ def test_blank_targets_are_dropped_and_malformed_ones_are_told(lm, tmp_path, cap
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     for target in ("response", "rewrite"):
         examples, dropped = rows_of(lm, path, target=target)
-        assert len(examples) == 2 and dict(dropped) == {f"without {target}": 1}
-        assert "note: 1 of the 2 targets" in capsys.readouterr().out
+        assert len(examples) == 3 and dict(dropped) == {f"without {target}": 2}
+        assert "note: 1 of the 3 targets" in capsys.readouterr().out
 
 
 def test_mask_goes_by_position_when_pad_is_eos():
@@ -187,7 +190,7 @@ def test_long_rows_are_dropped_and_counted(lm, records, tmp_path):
     write_jsonl(
         path, [record(0), record(1, response=response("x" * 300)), record(2, response=None)]
     )
-    limit = len(rows_of(lm, records)[0][0].tokens) + 5
+    limit = len(rows_of(lm, records)[0][0].tokens)
     examples, dropped = rows_of(lm, path, max_length=limit)
     assert len(examples) == 1 and dropped == {
         f"longer than {limit} tokens": 1,
@@ -240,6 +243,11 @@ def test_heldout_shares_no_conversation_and_order_covers_every_row():
         targets.split_heldout(rows[:2], 0.3, seed=1) == (rows[:2], [])
         and targets.split_heldout(rows, 0.0, 1)[1] == []
     )
+    for fraction, count in ((0.01, 1), (0.3, 2), (0.99, 5)):  # of six conversations
+        held = targets.split_heldout(rows, fraction, seed=2)[1]
+        assert len({e.conversation_id for e in held}) == count
+    drawn = {repr(targets.split_heldout(rows, 0.3, seed)[1]) for seed in range(5)}
+    assert len(drawn) > 1  # by the seed
     cfg = sft.SFTConfig(sequences_per_step=4)
     epochs = [[sft.step_examples(rows, 3 * epoch + i, cfg) for i in range(3)] for epoch in range(2)]
     assert [len(step) for step in epochs[0]] == [4, 4, 3]  # the incomplete batch is kept
@@ -286,8 +294,9 @@ def test_processes_share_a_batch_without_loss(lm, records, dist):
             sft.step_batches(model, examples, 600, 0, Dist(rank, world, CPU.device))
             for rank in range(world)
         ]
-        trained = [int(m.part.loss_mask.sum()) for part in parts for m in part]
+        trained = [sum(int(m.part.loss_mask.sum()) for m in part) for part in parts]
         assert all(parts) and sum(trained) == sum(sum(e.loss_mask) for e in examples)
+        assert sum(map(bool, trained)) == min(world, len(examples))
     (idle,) = parts[-1]  # nine processes, seven rows
     out = packed_logprobs(model, idle.packed)
     out.sum().backward()
