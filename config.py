@@ -122,9 +122,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
-            problem = f"key {twice[0]} stands twice in one mapping"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        for i, (key, _) in enumerate(node.value):
+            if key.value in keys[:i] and key.value != "<<":
+                problem = f"key {key.value} stands twice in one mapping"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -362,6 +363,8 @@ def run(
         cfg = build(cls, values)
         check_fields(cfg)
         result = main(cfg)
+        if note and os.path.exists(note) and os.environ.get("RANK", "0") == "0":
+            os.remove(note)  # of a call that was refused meanwhile
         if result is not None:
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except BaseException as e:

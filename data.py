@@ -10,8 +10,10 @@ import difflib
 import gzip
 import io
 import json
+import os
 import re
 import string
+import sys
 import unicodedata
 import zlib
 from dataclasses import dataclass, field, fields
@@ -352,8 +354,11 @@ def located_passages(
                     f"{location}: {len(columns)} tab-separated columns, not id, text and title; "
                     "use JSONL where fields hold tabs"
                 )
-            if number == 1 and [c.strip().lower() for c in columns] == names:
+            header = [c.strip().lower() for c in columns] if number == 1 else []
+            if header == names:
                 continue
+            if header and header[0] in ("id", "pid", "docid"):
+                raise DataError(f"{location}: columns {header}; they must be id, text, title")
             row = Row(zip(names, columns), location)
         else:
             row = parse_object(line, location)
@@ -386,6 +391,8 @@ def read_turns(path: str) -> list[Turn]:
         )
     if not turns:
         raise DataError(f"{path}: no turns; a line of it must be a turn")
+    if not any(turn.context for turn in turns.values()) and os.environ.get("RANK", "0") == "0":
+        print(f"warning: no turn of {path} has a context before it", file=sys.stderr)
     return list(turns.values())
 
 

@@ -115,7 +115,7 @@ QUERY_TEXTS = {
     "rewrite": lambda t: t.rewrite,  # a turn without one counts as missing
 }
 
-FEW = 50  # units, below which percentile intervals are a little narrow
+FEW = 50  # units, below which percentile intervals are narrow
 
 
 def check(cfg: EvaluateConfig) -> None:
@@ -379,11 +379,11 @@ def compare(
                 own = {query: scores[query] for query in queries}
                 part[label] = _row(own, clusters, min(cfg.samples, 2000)) | {"queries": len(own)}
     title, row = titles[-1], rows[titles[-1]]
-    unit = "conversation" if clusters else "query"
+    unit = "conversation" if any(c != query for query, c in clusters.items()) else "query"
     units = len({clusters.get(query, query) for query in found[-1]})
     note = f", drawn by {unit} ({units} of them)."
     if units < FEW:
-        note += " Percentile intervals of so few are slightly too narrow."
+        note += " Percentile intervals of so few are too narrow."
     if cfg.query or cfg.rewrites:
         r = cfg.retriever
         note += f" Searched with {r.kind}: {r.url or r.index or r.corpus}."

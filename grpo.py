@@ -503,7 +503,10 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
 def start(cfg: GRPOConfig, dist: Dist) -> Run:
     """Check the configuration, then load data and models."""
     check_config(cfg, dist.world)
-    return Run(cfg=cfg, dist=dist, settings=training.settings(cfg), **training.load(cfg, dist))
+    settings = training.settings(cfg)
+    if found := distributed.latest_checkpoint(cfg.out):
+        training.check_state(cfg, settings, *found)
+    return Run(cfg=cfg, dist=dist, settings=settings, **training.load(cfg, dist))
 
 
 if __name__ == "__main__":

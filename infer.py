@@ -253,6 +253,11 @@ def respond(
         rows = finish(cfg, prompts, dist)
         task.close()
     count = Counter(row["status"] for row in rows)
+    if 2 * (good := count[task.statuses[0]]) < len(rows):
+        print0(
+            f"warning: {good} of {len(rows)} are {task.statuses[0]}; a model that was not trained "
+            "for the task needs prompt=few-shot examples=FILE"
+        )
     return rows, {
         "out": cfg.out,
         "lines": len(rows),

@@ -23,7 +23,7 @@ import runs
 from config import Range, above, at_least, between
 from distributed import print0
 from lora import LoRAConfig, adapter_base
-from model import load_causal_lm, load_tokenizer, make_optimizer
+from model import load_causal_lm, load_tokenizer, lr_at, make_optimizer
 from retriever import retriever_settings
 from rollout import check_engine_gap, end_and_pad_ids, open_engine
 from scoring.health import PHASES, collapse_reason, step_line
@@ -252,18 +252,23 @@ def begin_anew(run: Run, kept: str) -> None:
     shutil.rmtree(kept, ignore_errors=True)
 
 
-def load_state(run: Run, folder: str, state: dict) -> dict:
-    """Load a checkpoint; return its log row."""
+def check_state(cfg, settings: dict, folder: str, state: dict) -> None:
+    """ConfigError for a checkpoint of another version or with other settings."""
     if not {"settings", "row"} <= state.keys():
         raise config.ConfigError(
             f"{folder} is no checkpoint of this version; finish the run with that which began it, "
             "or use another out folder"
         )
-    defaults = config.to_dict(type(run.cfg)())
-    if change := runs.changed_setting(state["settings"], run.settings, defaults):
+    defaults = config.to_dict(type(cfg)())
+    if change := runs.changed_setting(state["settings"], settings, defaults):
         raise config.ConfigError(
             f"{folder} was made with other settings: {change}; use these, or another out folder"
         )
+
+
+def load_state(run: Run, folder: str, state: dict) -> dict:
+    """Load a checkpoint; return its log row."""
+    check_state(run.cfg, run.settings, folder, state)
     if state["step"] > run.steps:
         raise config.ConfigError(
             f"steps={run.steps}, but {folder} has {state['step']} steps done; raise steps"
@@ -461,6 +466,11 @@ def load(cfg, dist: distributed.Dist) -> dict:
     longest = max(map(len, item_prompts + dev_prompts)) + cfg.max_response_tokens
     policy, reference, engine = load_models(cfg, dist, tokenizer, longest)
     count = cfg.steps or math.ceil(cfg.epochs * len(items) / cfg.prompts_per_step)
+    if cfg.warmup_steps > count:
+        print0(
+            f"warning: warmup_steps={cfg.warmup_steps} of {count} steps: the learning rate ends at "
+            f"{lr_at(count - 1, cfg.lr, cfg.warmup_steps, count):.2g} of {cfg.lr:g}"
+        )
     sequences = cfg.prompts_per_step * cfg.group_size // dist.world
     print0(
         f"{cfg.prompts_per_step} prompts × {cfg.group_size} samples / {dist.world} "

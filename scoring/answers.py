@@ -28,7 +28,10 @@ def rows_of_sample(path: str, key: str, sample: int) -> Iterator[tuple[str, str,
     for location, row in read_array(path) if path.endswith(".json") else rows:
         id_ = as_text(row.get(key))
         if id_ is None:
-            raise DataError(f"{location}: {key} is {row.get(key)!r}; it must be a string")
+            raise DataError(
+                f"{location}: {key} is {row.get(key)!r}, not a string; fields found: "
+                f"{', '.join(row)}"
+            )
         number = str(row.get("sample", str(row.get("rollout_id", "")).partition("#")[2] or 0))
         if not re.fullmatch("[0-9]{1,9}", number):
             raise DataError(f"{location}: sample {number[:40]!r} is no number from 0")

@@ -78,7 +78,7 @@ def read_log(folder: str) -> Log:
             if key != "step" and type(value) in (int, float) and abs(value) < 1e300:
                 series.setdefault(key, []).append((row["step"], value))
     if not series:
-        raise DataError(f"{path}: no step is logged yet; report on a run that has taken one")
+        raise DataError(f"{path}: no step is logged; give the folder of a run of grpo.py or sft.py")
     try:
         config = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date

@@ -66,7 +66,7 @@ def rank_probes(queries: Tensor, passages: Tensor) -> dict:
         ranks.append(int((scores[i] >= own).sum()))
         first += bool(own > strangers)
         print(f"| {question} | {ranks[-1]} of {2 * n} | {own:.4f} | {strangers:.4f} |")
-    print(f"\n{first} of {n} answers stand above all passages of other questions")
+    print(f"\n{first} of {n} answers stand above all passages of other questions (two of each)")
     if first < 5:
         print(
             f"warning: this ranking looks random ({first} of {n}); look at the encoder's weights, "

@@ -294,7 +294,7 @@ def test_unknown_key_without_a_neighbour_lists_all(tmp_path):
 
 
 def test_key_twice_in_one_mapping_is_an_error(tmp_path):
-    with pytest.raises(config.ConfigError, match="c.yaml.*count stands twice.*line"):
+    with pytest.raises(config.ConfigError, match="c.yaml.*count stands twice.*line 3"):
         load_text(tmp_path, "count: 1\nname: x\ncount: 2\n")
     with pytest.raises(config.ConfigError, match="k1 stands twice"):
         load_text(tmp_path, "inner:\n  k1: 1\n  k1: 2\n")
@@ -776,7 +776,14 @@ def test_a_run_that_ends_early_leaves_its_status_in_its_folder(tmp_path, capsys)
         leaves_note = False
 
     assert ends_with(InUse("another process is writing")) is None  # it would be that run's
-    with pytest.raises(SystemExit):
-        config.run(Output, lambda cfg: None, [f"out={tmp_path}", "lrr=1"], status_file="exit.json")
+
+    def refuse(cfg=None):  # a second call, while the first runs or alone
+        words = [f"out={tmp_path}", "lrr=1"]
+        with pytest.raises(SystemExit):
+            config.run(Output, lambda cfg: None, words, status_file="exit.json")
+
+    config.run(Output, refuse, [f"out={tmp_path}"], status_file="exit.json")
+    assert not (tmp_path / "exit.json").exists()
+    refuse()
     assert "unknown key lrr" in json.loads((tmp_path / "exit.json").read_text())["reason"]
     assert ends_with(None) is None  # a run that ends well leaves none, of an earlier one neither

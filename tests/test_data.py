@@ -261,6 +261,12 @@ def test_tsv_columns_are_counted(tmp_path, line):
         list(data.read_corpus(path))
 
 
+def test_a_tsv_header_with_other_columns_is_refused(tmp_path):
+    path = put(tmp_path, "ID\tTitle\tText\n1\tDune\tA novel.\n", "c.tsv")
+    with pytest.raises(data.DataError, match=r":1: columns \['id', 'title', 'text'\]; they must"):
+        list(data.read_corpus(path))
+
+
 def test_tsv_header_and_empty_title(tmp_path):
     path = put(tmp_path, "\ufeffid\ttext\ttitle\r\n7\tBody. \t\r\n\r\n8\tid\ttext\n", "c.tsv")
     assert list(data.read_corpus(path)) == [
@@ -325,7 +331,7 @@ def test_corpus_is_streamed(tmp_path):
 # ------------------------------------------------------------------------------------------------------ turns, questions
 
 
-def test_turn_round_trip(tmp_path):
+def test_turn_round_trip(tmp_path, capsys):
     rows = [
         turn(),
         turn(
@@ -343,6 +349,9 @@ def test_turn_round_trip(tmp_path):
     ]
     turns = data.read_turns(put(tmp_path, rows))
     assert [t.query_id for t in turns] == ["c1_2", "c1_1", "c2"]  # file order
+    assert not capsys.readouterr().err
+    data.read_turns(put(tmp_path, rows[1:2], "first.jsonl"))
+    assert capsys.readouterr().err.endswith("first.jsonl has a context before it\n")
     assert turns[0].context == [("Who wrote Dune?", "Frank Herbert.")] and turns[1].extra == {
         "topic": "Dune",
         "nested": {"a": [1]},

@@ -15,8 +15,9 @@ from test_ranking import random_data, write, write_qrels
 import evaluate
 import retriever as retrievers
 from config import ConfigError, load_config
-from data import DataError, Turn
+from data import DataError, Turn, read_jsonl
 from evaluate import EvaluateConfig, read_rewrites
+from runs import write_jsonl
 from scoring import breakdown
 from scoring.ranking import (
     METRICS,
@@ -915,16 +916,19 @@ def test_cut_queries_are_told_in_every_table(searched, capsys, tmp_path):
     assert table == capsys.readouterr().out
 
 
-def test_intervals_of_few_conversations_are_called_too_narrow(searched, files, capsys):
+def test_intervals_of_few_conversations_are_called_too_narrow(searched, files, tmp_path, capsys):
     evaluate.main(
         load_config(
             EvaluateConfig, [f"turns={searched[0]}/turns.jsonl", "query=question", "samples=5"]
         )
     )
-    assert (
-        "(2 of them). Percentile intervals of so few are slightly too narrow."
-        in capsys.readouterr().out
-    )
+    assert "(2 of them). Percentile intervals of so few are too narrow." in capsys.readouterr().out
+    turns = [row for _, row in read_jsonl(f"{searched[0]}/turns.jsonl")]
+    alone = [{k: v for k, v in row.items() if k != "conversation_id"} for row in turns]
+    write_jsonl(str(tmp_path / "alone.jsonl"), alone)
+    words = [f"turns={tmp_path}/alone.jsonl", "query=question", "samples=5"]
+    evaluate.main(load_config(EvaluateConfig, words))
+    assert "drawn by query (3 of them)" in capsys.readouterr().out
     evaluate.main(
         load_config(
             EvaluateConfig, [f"run={files[0]}/raw.trec", f"qrels={files[0]}/qrels", "samples=5"]

@@ -94,7 +94,7 @@ def scripted(monkeypatch):
     return use
 
 
-def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
+def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted, capsys):
     """one line of text a rewrite; an unclosed one falls back to the question, flagged, never empty."""
     turns = write_turns(
         tmp_path / "t.jsonl", {"a": "who wrote it?", "b": "unclosed", "c": "broken", "d": "x" * 900}
@@ -115,6 +115,7 @@ def test_every_turn_gets_a_line_with_its_status(lm, tmp_path, scripted):
             max_prompt_tokens=1000,
         )
     )
+    assert "warning: 1 of 4 are ok; a model that was not trained" in capsys.readouterr().out
     rows = read(tmp_path / "o.jsonl")
     assert [(r["query_id"], r["status"], r["rewrite"]) for r in rows] == [
         ("a", "ok", "who wrote Dune ?"),
