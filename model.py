@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable
 
 import torch
@@ -50,17 +51,19 @@ def load_tokenizer(path: str):
     has_own = os.path.exists(os.path.join(path, "tokenizer.json"))
     source = base if base and not has_own else path
     try:
+        files = os.listdir(source) if os.path.isdir(source) else ["tokenizer.json"]
+        if not re.search("token|vocab|piece", " ".join(files)):
+            raise ValueError("it has no tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoConfig.from_pretrained(base or path, trust_remote_code=False)
         slow = [v for k, v in tokenizer.vocab_files_names.items() if k != "tokenizer_file"]
-        files = os.listdir(source) if os.path.isdir(source) else ["tokenizer.json"]
         if "tokenizer.json" not in files and not (slow and set(slow) <= set(files)):
             other = f" (nor {' and '.join(slow)})" * bool(slow)
             raise ValueError(f"it has no tokenizer.json{other}")
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(
-            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder or a "
-            "reachable hub name"
+            f"no tokenizer at {source!r}: {_reason(source, e)}; give a Hugging Face folder with "
+            "its tokenizer's files, or a reachable hub name"
         ) from e
     special = set(tokenizer.all_special_tokens)  # padding may lie outside
     largest = max((i for t, i in tokenizer.get_vocab().items() if t not in special), default=0)
