@@ -52,7 +52,7 @@ def load_tokenizer(path: str):
     source = base if base and not has_own else path
     try:
         files = os.listdir(source) if os.path.isdir(source) else ["tokenizer.json"]
-        if not re.search("token|vocab|piece", " ".join(files)):
+        if not re.search(r"tokenizer\.|vocab|piece", " ".join(files)):
             raise ValueError("it has no tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoConfig.from_pretrained(base or path, trust_remote_code=False)

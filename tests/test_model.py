@@ -514,13 +514,16 @@ def test_a_tokenizer_comes_from_files(tmp_path, kind):
     tiny.tiny_lm(tmp_path, kind)
     load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="it has no tokenizer.json; give a Hugging Face folder"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.txt").write_text("another kind's")
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).unlink()
     with pytest.raises(ModelError, match="tokenizer") as error:
         load_tokenizer(str(tmp_path))
     assert kind == "llama" or "tokenizer.json (nor vocab.json and merges.txt)" in str(error.value)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).unlink()
-    with pytest.raises(ModelError, match="it has no tokenizer.json; give a Hugging Face folder"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_fits_the_models_embeddings(tmp_path):
