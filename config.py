@@ -358,13 +358,11 @@ def run(
         values = read_words(cls, argv)
         if status_file and (out := str(values.get("out", cls.out))):
             note = os.path.join(out, status_file)
-            if os.path.exists(note) and os.environ.get("RANK", "0") == "0":
-                os.remove(note)
+            _remove_note(note)
         cfg = build(cls, values)
         check_fields(cfg)
         result = main(cfg)
-        if note and os.path.exists(note) and os.environ.get("RANK", "0") == "0":
-            os.remove(note)  # of a call that was refused meanwhile
+        _remove_note(note)  # of a call that was refused meanwhile
         if result is not None:
             print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     except BaseException as e:
@@ -385,6 +383,11 @@ def run(
             sys.stdout.flush()
         except BrokenPipeError:  # else the interpreter tries again at its end, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _remove_note(path: str) -> None:
+    if os.path.exists(path) and os.environ.get("RANK", "0") == "0":
+        os.remove(path)
 
 
 def place_of(message: str, argv: list[str] | None = None) -> str:

@@ -392,7 +392,10 @@ def read_turns(path: str) -> list[Turn]:
     if not turns:
         raise DataError(f"{path}: no turns; a line of it must be a turn")
     if not any(turn.context for turn in turns.values()) and os.environ.get("RANK", "0") == "0":
-        print(f"warning: no turn of {path} has a context before it", file=sys.stderr)
+        print(
+            f"warning: no turn of {path} has a context ([[question, answer], …] before it)",
+            file=sys.stderr,
+        )
     return list(turns.values())
 
 

@@ -115,7 +115,7 @@ QUERY_TEXTS = {
     "rewrite": lambda t: t.rewrite,  # a turn without one counts as missing
 }
 
-FEW = 50  # units, below which percentile intervals are narrow
+FEW = 50  # units, below which percentile intervals are too narrow
 
 
 def check(cfg: EvaluateConfig) -> None:

@@ -429,15 +429,16 @@ def sync_engine(run: Run) -> None:
 def main(cfg: GRPOConfig) -> dict | None:
     """Train; returns the run's summary (rank 0)."""
     dist = distributed.setup()
-    run = start(cfg, dist)
-    lock = distributed.held_by_rank_0(runs.only_writer(cfg.out))
-    with lock, distributed.noted_signals() as noted:
-        row = training.resume(run)
-        sync_engine(run)
-        training.steps(run, row, logged_step, validate, noted)
-        training.export(run, "final")
-        if dist.rank == 0:
-            report.run_page(cfg.out)
+    check_config(cfg, dist.world)
+    with distributed.held_by_rank_0(runs.only_writer(cfg.out)):
+        run = start(cfg, dist)
+        with distributed.noted_signals() as noted:
+            row = training.resume(run)
+            sync_engine(run)
+            training.steps(run, row, logged_step, validate, noted)
+            training.export(run, "final")
+            if dist.rank == 0:
+                report.run_page(cfg.out)
     distributed.cleanup()
     return training.summary(run) if dist.rank == 0 else None
 
@@ -501,8 +502,7 @@ def check_config(cfg: GRPOConfig, world: int) -> None:
 
 
 def start(cfg: GRPOConfig, dist: Dist) -> Run:
-    """Check the configuration, then load data and models."""
-    check_config(cfg, dist.world)
+    """Compare the settings with the newest checkpoint's, then load data and models."""
     settings = training.settings(cfg)
     if found := distributed.latest_checkpoint(cfg.out):
         training.check_state(cfg, settings, *found)

@@ -256,7 +256,7 @@ def respond(
     if 2 * (good := count[task.statuses[0]]) < len(rows):
         print0(
             f"warning: {good} of {len(rows)} are {task.statuses[0]}; a model that was not trained "
-            "for the task needs prompt=few-shot examples=FILE"
+            "for the task needs sft.py, or at least prompt=few-shot examples=FILE"
         )
     return rows, {
         "out": cfg.out,

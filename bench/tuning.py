@@ -36,7 +36,10 @@ WORK = {  # heads, key/value heads, head size, rows, rows of a prompt, prompt, c
     "3b, conversations": (16, 2, 128, 128, 8, 512, 2432, (600, 2400)),
     "0.5b, conversations": (14, 2, 64, 128, 8, 512, 2432, (600, 2400)),
 }
-TILES = [(2, 64, 4), (3, 64, 4), (1, 128, 4), (2, 128, 4), (1, 32, 4), (2, 32, 4), (3, 32, 4)]
+TILES = [  # stages, keys, warps
+    *((2, 64, 4), (3, 64, 4), (1, 128, 4), (2, 128, 4)),
+    *((1, 32, 4), (2, 32, 4), (1, 64, 8), (2, 128, 8)),
+]
 
 
 class Merge:

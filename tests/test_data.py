@@ -351,7 +351,7 @@ def test_turn_round_trip(tmp_path, capsys):
     assert [t.query_id for t in turns] == ["c1_2", "c1_1", "c2"]  # file order
     assert not capsys.readouterr().err
     data.read_turns(put(tmp_path, rows[1:2], "first.jsonl"))
-    assert capsys.readouterr().err.endswith("first.jsonl has a context before it\n")
+    assert "first.jsonl has a context ([[question, answer], …]" in capsys.readouterr().err
     assert turns[0].context == [("Who wrote Dune?", "Frank Herbert.")] and turns[1].extra == {
         "topic": "Dune",
         "nested": {"a": [1]},

@@ -591,7 +591,6 @@ def test_training_refuses_what_cannot_work(world, monkeypatch):
         (world / "wrong.qrels").write_text("train0 0 p99 1\n")
         (world / "foreign.qrels").write_text("another 0 p1 1\n")
         with pytest.raises(error, match=reason):
-            grpo.start(
-                config.load_config(grpo.GRPOConfig, grpo_words("never", *more)),
-                distributed.Dist(0, 1, torch.device("cpu")),
-            )
+            cfg = config.load_config(grpo.GRPOConfig, grpo_words("never", *more))
+            grpo.check_config(cfg, 1)
+            grpo.start(cfg, distributed.Dist(0, 1, torch.device("cpu")))

@@ -953,6 +953,10 @@ def test_a_continuation_differs_only_in_what_does_not_decide_the_result(
             if "steps" not in more:  # refused before anything is loaded
                 m.setattr(training, "load", None)
             resume(more)
+    with runs.only_writer("changed"), monkeypatch.context() as m:  # it is running
+        m.setattr(training, "load", None)
+        with pytest.raises(runs.FolderInUse):
+            grpo.main(config.load_config(grpo.GRPOConfig, [*settings("changed"), "lr=1e-4"]))
     (world / "changed/rollouts/step_000009.jsonl").write_text("of a step that is taken again")
     (world / "changed/rollouts/step_000004.jsonl.12.tmp").write_text("half")
     with open(world / "changed/metrics.jsonl", "a") as f:
@@ -1129,7 +1133,7 @@ def test_bad_input_is_refused_with_status_2(world, dist, monkeypatch, more, word
     (world / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n{broken\n")
     monkeypatch.chdir(world)
     with pytest.raises(ValueError) as caught:
-        grpo.start(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]), dist)
+        grpo.main(config.load_config(grpo.GRPOConfig, [*settings("refused"), more]))
     assert caught.value.exit_status == 2 and all(w in str(caught.value) for w in words), (
         caught.value
     )
